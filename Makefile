@@ -1,0 +1,38 @@
+# Every target works alone on a machine that has Python >= 3.11 and make.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+.DEFAULT_GOAL := help
+.PHONY: help demo check test test-all bench clean
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.venv/base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/dev: .venv/base
+	$(INSTALL) -e ".[dev]"
+	@touch $@
+
+demo: .venv/base ## pretrain, evaluate and report on embedded data: five minutes on two CPU cores
+	$(BIN)/stopmim demo
+
+check: .venv/dev ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: .venv/dev ## the fast tests: under four minutes on two CPU cores
+	$(BIN)/pytest -q -n 2
+
+test-all: .venv/dev ## every test, the slow ones included
+	$(BIN)/pytest -q -n 2 -m "slow or not slow"
+
+bench: .venv/base ## time one training step on this machine
+	$(BIN)/stopmim bench step
+
+clean: ## remove the virtual environment and caches
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

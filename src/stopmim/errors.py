@@ -1,0 +1,47 @@
+"""Mistakes a user can mend, each with the exit code the command line ends with.
+
+A message is one line that says what is wrong, where, what was got, and what to do. A caller's
+mistake inside the library is a ValueError; anything else that escapes is a bug (exit code 1).
+"""
+
+
+class UserError(Exception):
+    """A configuration or usage that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """No images, too many broken images, or other images than the run began with."""
+
+    exit_code = 3
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, hostile, or made for another model."""
+
+    exit_code = 4
+
+
+class StorageError(UserError):
+    """The disk is full, read-only, or not there."""
+
+    exit_code = 5
+
+
+class NonFiniteError(UserError):
+    """The loss or a gradient is no longer a number."""
+
+    exit_code = 6
+
+
+class ResourceError(UserError):
+    """Out of memory, or a worker process was killed."""
+
+    exit_code = 7
+
+
+class RunInUseError(UserError):
+    """Another process is writing to this run directory."""
+
+    exit_code = 8
