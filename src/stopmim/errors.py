@@ -45,3 +45,11 @@ class RunInUseError(UserError):
     """Another process is writing to this run directory."""
 
     exit_code = 8
+
+
+class InterruptedRunError(UserError):
+    """A signal ended the run after a clean save; the same command goes on with it."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(f"{message}; run the same command to go on")
+        self.exit_code = 128 + signal_number

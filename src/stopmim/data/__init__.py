@@ -1,0 +1,178 @@
+"""From a source of images to batches: which image comes when, and what happens to a broken one.
+
+Everything is a function of (seed, epoch, image number). Neither the number of workers nor the step
+a run is resumed at changes a sample.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from stopmim.config import Config
+from stopmim.data.decode import BadImageError
+from stopmim.data.folder import Folder
+from stopmim.data.scenes import Scenes
+from stopmim.data.transforms import crop_box, draw_augmentation, resized_crop
+from stopmim.errors import DataError, ResourceError, UserError
+from stopmim.keys import numpy_generator, torch_generator
+
+REPLACEMENTS = 20  # other images tried in the place of a broken one
+
+
+class Images(Protocol):
+    """Numbered images, with or without labels."""
+
+    labels: dict[str, np.ndarray]  # name of a label -> (n,) int64
+    fingerprint: str  # changes when the images do
+
+    def __len__(self) -> int: ...
+
+    def read(self, i: int) -> np.ndarray:
+        """Image `i`, (H, W, 3) uint8; BadImageError if it cannot be read."""
+
+    def name(self, i: int) -> str:
+        """What a message calls image `i`."""
+
+
+def open_images(source: str | Path | Images) -> Images:
+    """The images of `source`: a folder, or ``scenes[:count[:size[:seed]]]`` made in memory."""
+    if not isinstance(source, str | Path):
+        return source
+    kind, *numbers = str(source).split(":")
+    if kind != "scenes":
+        return Folder(Path(source))
+    if not all(n.isdecimal() and int(n) > 0 for n in numbers[:2]) or len(numbers) > 3:
+        raise UserError(f"{source}: expected scenes[:count[:size[:seed]]], as scenes:10000:64")
+    count, size, seed = [int(n) for n in numbers] + [8192, 64, 0][len(numbers) :]
+    return Scenes(count, size, seed)
+
+
+class Sample(NamedTuple):
+    image: Tensor | None  # (3, S, S) uint8; None: neither this image nor its replacements work
+    augmentation: np.ndarray  # (3,) float32, see transforms.draw_augmentation
+    bad: list[tuple[str, str]]  # images found broken on the way, with the reason
+
+
+class Loaded(NamedTuple):
+    images: Tensor  # (B, 3, S, S) uint8
+    augmentation: Tensor  # (B, 3) float32
+    bad: list[tuple[str, str]]
+
+
+class Crops(Dataset[Sample]):
+    """Random crops of `images`, asked for by (epoch, image number)."""
+
+    def __init__(self, images: Images, config: Config) -> None:
+        self.images, self.size, self.seed = images, config.image_size, config.seed
+        self.scale = config.data.crop_scale
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, number = key
+        rng = numpy_generator("crop", self.seed, epoch, number)
+        image, bad = self._read(epoch, number)
+        if image is None:
+            return Sample(None, draw_augmentation(rng), bad)
+        box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
+        return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
+
+    def _read(self, epoch: int, number: int) -> tuple[np.ndarray | None, list[tuple[str, str]]]:
+        bad: list[tuple[str, str]] = []
+        # The replacements are keyed as well: a resumed run takes the same ones.
+        others = numpy_generator("replace", self.seed, epoch, number)
+        for candidate in (number, *others.integers(len(self.images), size=REPLACEMENTS).tolist()):
+            try:
+                return self.images.read(candidate), bad
+            except BadImageError as error:
+                bad.append((self.images.name(candidate), str(error)))
+        return None, bad
+
+
+class Order:
+    """The (epoch, image number) of every part of every batch, from `start` to the last step.
+
+    An epoch is a permutation keyed by (seed, epoch), less the images that do not fill a batch. Only
+    this process holds it; workers are sent the numbers they need.
+    """
+
+    def __init__(
+        self, n: int, config: Config, start: int, *, shares: list[slice], steps_per_epoch: int
+    ) -> None:
+        self.n, self.seed, self.start, self.shares = n, config.seed, start, shares
+        self.batch_size, self.steps_per_epoch = config.optim.batch_size, steps_per_epoch
+        self.total = config.optim.epochs * steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        current, order = -1, torch.empty(0, dtype=torch.long)
+        for step in range(self.start, self.total):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            if epoch != current:
+                generator = torch_generator("order", self.seed, epoch)
+                current, order = epoch, torch.randperm(self.n, generator=generator)
+            batch = order[place * self.batch_size : (place + 1) * self.batch_size]
+            for share in self.shares:
+                yield [(epoch, number) for number in batch[share].tolist()]
+
+
+def shares(batch_size: int, accumulate: int) -> list[slice]:
+    """The parts of a batch that are computed one after the other, as positions in the batch."""
+    part = batch_size // accumulate
+    return [slice(i * part, (i + 1) * part) for i in range(accumulate)]
+
+
+def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator[Loaded]:
+    """The parts of every batch from step `start` on, in order, read by worker processes."""
+    workers = config.runtime.workers
+    if workers is None:
+        workers = 0 if isinstance(images, Scenes) else min(8, os.cpu_count() or 1)
+    order = Order(
+        len(images),
+        config,
+        start,
+        shares=shares(config.optim.batch_size, config.runtime.accumulate),
+        steps_per_epoch=steps_per_epoch(images, config),
+    )
+    batches: DataLoader[Sample] = DataLoader(
+        Crops(images, config),
+        batch_sampler=order,
+        num_workers=workers,
+        collate_fn=_collate,
+        pin_memory=pin,
+        prefetch_factor=4 if workers else None,
+    )
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ResourceError(
+            f"a worker process that reads images died ({str(error).splitlines()[0]}); "
+            f"too little memory? try --runtime.workers {max(0, workers // 2)}"
+        ) from None
+
+
+def steps_per_epoch(images: Images, config: Config) -> int:
+    steps = len(images) // config.optim.batch_size
+    if not steps:
+        raise DataError(
+            f"{len(images)} images do not fill one batch of {config.optim.batch_size}; "
+            f"use more images or a smaller --optim.batch_size"
+        )
+    return steps
+
+
+def _collate(samples: list[Sample]) -> Loaded:
+    bad = [entry for sample in samples for entry in sample.bad]
+    images = [sample.image for sample in samples if sample.image is not None]
+    if len(images) < len(samples):
+        images = []  # the whole batch is refused; the reader of `bad` says why
+    return Loaded(
+        torch.stack(images) if images else torch.empty(0),
+        torch.from_numpy(np.stack([sample.augmentation for sample in samples])),
+        bad,
+    )

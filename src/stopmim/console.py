@@ -1,0 +1,79 @@
+"""What a person sees of something long: one live line in a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+console = Console(stderr=True, highlight=False)
+
+QUIET_SECONDS = 10.0  # between two plain lines, so that a log file stays short
+
+
+class Ticker:
+    """Progress of `total` things with an ETA, and a few numbers beside it."""
+
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        self.what, self.total, self.first = what, total, done
+        self.begin = self.last_line = time.monotonic()
+        self.live = console.is_terminal
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            transient=True,
+            disable=not self.live,
+        )
+        self.task = self.bar.add_task(what, total=total, completed=done, numbers="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+
+    def update(self, done: int, numbers: str = "") -> None:
+        self.bar.update(self.task, completed=done, numbers=numbers)
+        now = time.monotonic()
+        if (
+            not self.live
+            and numbers
+            and (now - self.last_line > QUIET_SECONDS or done == self.total)
+        ):
+            self.last_line = now
+            left = (now - self.begin) * (self.total - done) / max(1, done - self.first)
+            say(f"{self.what} {done}/{self.total}  {numbers}  {duration(left)} left")
+
+
+def say(text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
+
+
+def warn(text: str) -> None:
+    say(f"stopmim: warning: {text}")
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

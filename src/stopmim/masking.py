@@ -1,0 +1,304 @@
+"""Which patches are seen and which are predicted: the multi-block masks of I-JEPA, and MAE's.
+
+Pure functions of a generator. The *size* of a block is drawn once per batch and only its *place*
+per image, so that everything has one shape; the context is thinned to a fixed length, so that the
+shapes of a whole run are few and depend neither on the batch size nor on the number of GPUs.
+
+Shapes: B images, N = side * side patches, C context patches, M targets of K patches, T candidates.
+"""
+
+import functools
+import itertools
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Range = tuple[float, float]
+Compat = Literal["released"] | None
+
+CANDIDATES = 8  # placements tried per image, all at once; the last one always fits
+RELEASED_MIN_KEEP = 10  # a released mask is accepted with more patches than this
+RELEASED_TRIES = 20  # failed placements after which the released code gives up one target
+
+
+class Masks(NamedTuple):
+    context: Tensor  # (B, C) int64 patch numbers, ascending
+    targets: Tensor  # (M, B, K) int64 patch numbers of M rectangles, ascending
+
+
+class Block(NamedTuple):
+    height: int
+    width: int
+
+    @property
+    def area(self) -> int:
+        return self.height * self.width
+
+
+class Sizes(NamedTuple):
+    """The block sizes of one batch."""
+
+    target: Block
+    context: Block
+
+
+def default_context_length(side: int) -> int:
+    """Patches the encoder sees: 10, 18, 40, 55, 72 on grids of side 6, 8, 12, 14, 16."""
+    return round(0.28 * side * side)
+
+
+def draw_sizes(
+    side: int,
+    *,
+    generator: torch.Generator,
+    target_scale: Range = (0.15, 0.2),
+    target_aspect: Range = (0.75, 1.5),
+    context_scale: Range = (0.85, 1.0),
+    compat: Compat = None,
+) -> Sizes:
+    """The block sizes of one batch: one uniform number for the targets, then one for the context.
+
+    Give it a CPU generator: the sizes are shapes, which the host must know.
+    """
+    limit = _limit(side, compat)
+    draws = torch.rand(2, generator=generator, device=generator.device).tolist()
+    return Sizes(
+        _block(draws[0], side, limit, target_scale, target_aspect),
+        _block(draws[1], side, limit, context_scale, (1.0, 1.0)),
+    )
+
+
+def _limit(side: int, compat: Compat) -> int | None:
+    return side - 1 if compat == "released" else None  # the released code shrinks what is larger
+
+
+def _block(draw: float, side: int, limit: int | None, scale: Range, aspect: Range) -> Block:
+    # One number sets area *and* aspect, so large blocks are tall ones: I-JEPA multiblock.py:56-63.
+    area = int(side * side * (scale[0] + draw * (scale[1] - scale[0])))
+    ratio = aspect[0] + draw * (aspect[1] - aspect[0])
+    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    return Block(min(height, limit or height), min(width, limit or width))
+
+
+@functools.cache
+def possible_blocks(
+    side: int, scale: Range, aspect: Range, *, compat: Compat = None
+) -> dict[Block, float]:
+    """Every block size that can be drawn, with its probability: exact, not sampled.
+
+    Area, height and width are monotonic step functions of the one draw u in [0, 1): between two
+    neighbouring steps of any of them the block is constant.
+    """
+    limit = _limit(side, compat)
+    low, high = (side * side * s for s in scale)
+    slope = aspect[1] - aspect[0]
+    steps = {0.0, 1.0}
+    for area in range(int(low), int(high) + 1):
+        if high > low:
+            steps.add((area - low) / (high - low))
+        if slope and area:
+            for edge in range(side + 1):  # height or width goes from `edge` to `edge + 1` here
+                steps.add(((edge + 0.5) ** 2 / area - aspect[0]) / slope)
+                steps.add((area / (edge + 0.5) ** 2 - aspect[0]) / slope)
+    cuts = sorted(u for u in steps if 0 <= u <= 1)
+    blocks: dict[Block, float] = {}
+    for left, right in itertools.pairwise(cuts):
+        block = _block((left + right) / 2, side, limit, scale, aspect)
+        blocks[block] = blocks.get(block, 0.0) + right - left
+    return blocks
+
+
+@functools.cache
+def check_multiblock(
+    side: int,
+    *,
+    targets: int = 4,
+    target_scale: Range = (0.15, 0.2),
+    target_aspect: Range = (0.75, 1.5),
+    context_scale: Range = (0.85, 1.0),
+    context_length: int | None = None,
+    compat: Compat = None,
+) -> None:
+    """Raises ValueError unless every batch these settings can draw has masks, for certain."""
+    if targets < 1:
+        raise ValueError(f"targets must be at least 1, got {targets}")
+    for name, (low, high) in (("target_scale", target_scale), ("context_scale", context_scale)):
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"{name} must be 0 < smallest <= largest <= 1, got {low}, {high}")
+    if not 0 < target_aspect[0] <= target_aspect[1]:
+        raise ValueError(f"target_aspect must be 0 < smallest <= largest, got {target_aspect}")
+    target_blocks = possible_blocks(side, target_scale, target_aspect, compat=compat)
+    context_blocks = possible_blocks(side, context_scale, (1.0, 1.0), compat=compat)
+    smallest = min(target_blocks, key=lambda block: block.area)
+    largest = max(target_blocks, key=lambda block: block.area)
+    context = min(context_blocks, key=lambda block: block.area)
+    grid = f"on a {side}x{side} grid"
+    if smallest.area == 0:
+        raise ValueError(f"target_scale {target_scale} gives empty blocks {grid}; raise it")
+    for block in target_blocks:
+        if max(block) > side:
+            raise ValueError(
+                f"target_scale {target_scale} with target_aspect {target_aspect} gives blocks of "
+                f"{block.height}x{block.width} {grid}; lower the scale or bring the aspect near 1"
+            )
+    if compat == "released":
+        for name, block in (("target", smallest), ("context", context)):
+            if block.area <= RELEASED_MIN_KEEP:
+                raise ValueError(
+                    f"a {name} block of {block.height}x{block.width} {grid} is refused by the "
+                    f"released sampler, which wants more than {RELEASED_MIN_KEEP} patches and "
+                    f"would try for ever; leave out compat, raise {name}_scale, or use a finer grid"
+                )
+        return
+    length = default_context_length(side) if context_length is None else context_length
+    if length < 1:
+        raise ValueError(f"context_length must be at least 1, got {length}")
+    # The last candidate puts all targets in one place, so at most one target is cut out.
+    left = context.area - largest.area
+    if left < length:
+        raise ValueError(
+            f"{grid} a context block of {context.height}x{context.width} less a target of "
+            f"{largest.height}x{largest.width} leaves {max(left, 0)} patches to see, fewer than "
+            f"context_length {length}; lower context_length or target_scale, raise context_scale"
+        )
+
+
+def multiblock(
+    batch: int,
+    side: int,
+    *,
+    generator: torch.Generator,
+    targets: int = 4,
+    target_scale: Range = (0.15, 0.2),
+    target_aspect: Range = (0.75, 1.5),
+    context_scale: Range = (0.85, 1.0),
+    context_length: int | None = None,
+    compat: Compat = None,
+    sizes: Sizes | None = None,
+) -> Masks:
+    """Samples the multi-block masks of I-JEPA for a batch of images, on the generator's device.
+
+    Every image gets `targets` rectangles to predict and one large square to see, less the patches
+    of its rectangles, of which `context_length` are kept at random. A placement that leaves too few
+    is passed over for the next of CANDIDATES; nothing loops and nothing waits for the device.
+
+    Args:
+        batch: images in the batch; it changes neither the shapes nor where anything lies.
+        side: patches along one edge of the (square) grid.
+        generator: the only source of randomness; the same state gives the same masks.
+        target_scale: area of a rectangle as a fraction of the grid.
+        target_aspect: its height over its width.
+        context_scale: area of the square, likewise.
+        context_length: patches the encoder sees, C; None is round(0.28 side^2).
+        compat: "released" samples as the released code does, for weights trained that way: no
+            block touches the last row or column (``randint(0, side - height)``), and contexts are
+            cut to the shortest of the batch, lowest numbers first: the bottom rows are lost.
+        sizes: block sizes from `draw_sizes`; None draws them from `generator` first.
+
+    Raises:
+        ValueError: the settings cannot work; `check_multiblock` proves it without drawing.
+    """
+    check_multiblock(
+        side,
+        targets=targets,
+        target_scale=target_scale,
+        target_aspect=target_aspect,
+        context_scale=context_scale,
+        context_length=context_length,
+        compat=compat,
+    )
+    if sizes is None:
+        sizes = draw_sizes(
+            side,
+            generator=generator,
+            target_scale=target_scale,
+            target_aspect=target_aspect,
+            context_scale=context_scale,
+            compat=compat,
+        )
+    if compat == "released":
+        return _released(batch, side, targets, sizes, generator)
+    length = default_context_length(side) if context_length is None else context_length
+    places = _places(sizes.target, (CANDIDATES, targets, batch), side, 1, generator)
+    places[-1] = places[-1, :1]  # the candidate that always fits: all targets in one place
+    context = _places(sizes.context, (CANDIDATES, batch), side, 1, generator)
+    hidden = _covers(places, sizes.target, side).any(dim=1)  # (T, B, N)
+    visible = _covers(context, sizes.context, side) & ~hidden  # (T, B, N)
+    enough = visible.sum(dim=-1) >= length  # (T, B)
+    first = enough.byte().argmax(dim=0)  # (B,) the first candidate with enough patches to see
+    image = torch.arange(batch, device=generator.device)
+    visible, places = visible[first, image], places[first, :, image]  # (B, N), (B, M, 2)
+    # Visible patches get a rank in [0, 1), hidden ones 2: the lowest ranks are a uniform choice.
+    rank = torch.rand(visible.shape, generator=generator, device=generator.device)
+    rank = rank.masked_fill(~visible, 2.0)
+    seen = rank.topk(length, dim=1, largest=False).indices.sort(dim=1).values
+    return Masks(seen, _patches(places.transpose(0, 1), sizes.target, side))
+
+
+def _places(
+    block: Block, shape: tuple[int, ...], side: int, inclusive: int, generator: torch.Generator
+) -> Tensor:
+    """Uniform upper-left corners (*shape, 2) of blocks that lie inside the grid."""
+    room = [max(1, side - edge + inclusive) for edge in block]
+    draws = [torch.randint(0, r, shape, generator=generator, device=generator.device) for r in room]
+    return torch.stack(draws, dim=-1)
+
+
+def _covers(places: Tensor, block: Block, side: int) -> Tensor:
+    """Which patches (..., N) a block at `places` (..., 2) covers."""
+    line = torch.arange(side, device=places.device)
+    row, col = (
+        (line >= start) & (line < start + edge)  # (..., side)
+        for start, edge in zip(places.unsqueeze(-1).unbind(-2), block, strict=True)
+    )
+    return (row.unsqueeze(-1) & col.unsqueeze(-2)).flatten(-2)
+
+
+def _patches(places: Tensor, block: Block, side: int) -> Tensor:
+    """The patch numbers (..., K) of a block at `places` (..., 2), ascending."""
+    rows = torch.arange(block.height, device=places.device)
+    cols = torch.arange(block.width, device=places.device)
+    top, left = places.unsqueeze(-1).unbind(-2)  # (..., 1)
+    numbers = (top + rows).unsqueeze(-1) * side + (left + cols).unsqueeze(-2)
+    return numbers.flatten(-2)
+
+
+def _released(
+    batch: int, side: int, targets: int, sizes: Sizes, generator: torch.Generator
+) -> Masks:
+    """The released sampler: exclusive ranges, contexts cut to the batch minimum in raster order.
+
+    After RELEASED_TRIES failures it gives up the last target, then the one before: contexts may
+    then overlap targets. Here all tries of a level are drawn at once, and the last level has none.
+    """
+    places = _places(sizes.target, (targets, batch), side, 0, generator)
+    blocks = _covers(places, sizes.target, side)  # (M, B, N)
+    visible = torch.zeros(batch, side * side, dtype=torch.bool, device=generator.device)
+    for kept in range(targets, -1, -1):
+        hidden = blocks[:kept].any(dim=0)  # (B, N)
+        squares = _places(sizes.context, (RELEASED_TRIES, batch), side, 0, generator)
+        tries = _covers(squares, sizes.context, side) & ~hidden  # (T, B, N)
+        good = tries.sum(dim=-1) > RELEASED_MIN_KEEP  # (T, B)
+        image = torch.arange(batch, device=generator.device)
+        found = tries[good.byte().argmax(dim=0), image]  # (B, N)
+        missing = visible.sum(dim=1) == 0
+        visible |= found & (missing & good.any(dim=0)).unsqueeze(1)
+    length = int(visible.sum(dim=1).min())
+    # A stable sort on "not visible" lists the visible patches first, in raster order.
+    context = (~visible).byte().argsort(dim=1, stable=True)[:, :length]
+    return Masks(context, _patches(places, sizes.target, side))
+
+
+def random(batch: int, side: int, *, generator: torch.Generator, ratio: float = 0.75) -> Masks:
+    """MAE's masks: `ratio` of the patches are hidden, uniformly at random, and all are predicted.
+
+    The one "block" of targets is (1, B, K); context and targets together are the whole image.
+    """
+    patches = side * side
+    keep = int(patches * (1 - ratio))
+    if not 0 < keep < patches:
+        raise ValueError(f"ratio {ratio} of {patches} patches leaves {keep} to see; want 1 or more")
+    order = torch.rand(batch, patches, generator=generator, device=generator.device).argsort(dim=1)
+    return Masks(order[:, :keep].sort(dim=1).values, order[None, :, keep:].sort(dim=2).values)

@@ -1,0 +1,129 @@
+"""The predictor g: from what is seen, and where to look, to the features of the masked patches.
+
+Shapes: B images, C context tokens, M target blocks of K tokens, D encoder width, P own width.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stopmim.positions import Positions, StochasticPositions
+from stopmim.vit import EPS, Block, initialise
+
+# I-JEPA keeps these at the top of its predictor; here they belong to `positions`.
+_RELEASED_NAMES = {
+    "positions.table": "predictor_pos_embed",
+    "positions.mask_token": "mask_token",
+}
+
+
+class Noise(NamedTuple):
+    """The draws of one batch, as `StochasticPositions.draw` returns them; None: no uncertainty."""
+
+    masked: Tensor | None = None  # (M, B, K, D)
+    context: Tensor | None = None  # (B, C, D)
+
+
+class Predictor(nn.Module):
+    """A narrow transformer over context and masked tokens.
+
+    Args:
+        positions: what is told about places; `Positions` is I-JEPA, `StochasticPositions` is StoP.
+        encoder_width: D.
+        noisy: the tokens whose positions are stochastic; the paper's choice is "masked".
+        tied: A projects the context and the noise. False gives the noise a matrix of its own,
+            which then shrinks to nothing: the paper's collapse.
+    """
+
+    def __init__(
+        self,
+        positions: Positions,
+        encoder_width: int,
+        depth: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+        *,
+        noisy: Literal["masked", "context", "both"] = "masked",
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        width = positions.width
+        if width % heads:
+            raise ValueError(f"predictor width {width} is not divisible by {heads} heads")
+        self.predictor_embed = nn.Linear(encoder_width, width)  # A, and a bias for the context
+        self.noise_embed = None if tied else nn.Linear(encoder_width, width, bias=False)
+        self.predictor_blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
+        self.predictor_norm = nn.LayerNorm(width, eps=EPS)
+        self.predictor_proj = nn.Linear(width, encoder_width)
+        self.apply(initialise)
+        self.positions = positions
+        stochastic = isinstance(positions, StochasticPositions)
+        self.noisy_masked = stochastic and noisy in ("masked", "both")
+        self.noisy_context = stochastic and noisy in ("context", "both")
+        self.register_state_dict_post_hook(_to_released_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_from_released_names)  # type: ignore[no-untyped-call]
+
+    @property
+    def noise_layer(self) -> nn.Linear:
+        """The A of ``A n_j``. This line is the tie ``A = B`` of the paper."""
+        return self.predictor_embed if self.noise_embed is None else self.noise_embed
+
+    def draw(
+        self, context_index: Tensor, target_index: Tensor, generator: torch.Generator | None = None
+    ) -> Noise:
+        """The noise of one batch, drawn outside of `forward` (a generator breaks a compiled graph).
+
+        `context_index` is (B, C), `target_index` (M, B, K).
+        """
+        positions = self.positions
+        if not isinstance(positions, StochasticPositions):
+            return Noise()
+        masked = context = None
+        if self.noisy_masked:
+            masked = positions.draw(target_index, self.noise_layer, generator)
+        if self.noisy_context:
+            context = positions.draw(context_index, self.noise_layer, generator)
+        return Noise(masked, context)
+
+    def forward(
+        self,
+        context: Tensor,
+        context_index: Tensor,
+        target_index: Tensor,
+        noise: Noise | None = None,
+    ) -> Tensor:
+        """Predicted features (M, B, K, D) of the patches `target_index` (M, B, K).
+
+        The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
+        """
+        noise = noise or Noise()
+        blocks, batch, _ = target_index.shape
+        c = self.predictor_embed(context) + self._positions(  # c_i = A s_i + psi_i
+            context_index, noise.context, "context", self.noisy_context
+        )
+        m = self._positions(target_index, noise.masked, "masked", self.noisy_masked)
+        c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
+        x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
+        for block in self.predictor_blocks:
+            x = block(x)
+        x = self.predictor_proj(self.predictor_norm(x[:, c.shape[1] :]))  # masked tokens only
+        return x.unflatten(0, (blocks, batch))
+
+    def _positions(
+        self, index: Tensor, noise: Tensor | None, tokens: Literal["masked", "context"], noisy: bool
+    ) -> Tensor:
+        if not noisy:
+            return self.positions.mean(index, tokens)
+        return self.positions(index, self.noise_layer, noise=noise, tokens=tokens)
+
+
+def _to_released_names(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    for ours, released in _RELEASED_NAMES.items():
+        state[prefix + released] = state.pop(prefix + ours)
+
+
+def _from_released_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    for ours, released in _RELEASED_NAMES.items():
+        if prefix + released in state:
+            state[prefix + ours] = state.pop(prefix + released)

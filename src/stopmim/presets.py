@@ -1,0 +1,226 @@
+"""Full configs of runs, as functions. The docstring says the command, the cost and what to expect.
+
+The four tables of the paper are each here as StoP and as the I-JEPA twin it is compared with, and
+each of these in `released` mode. Costs are for one H200 and come from the step times in
+`benchmarks/`; expected numbers are the paper's, on ImageNet-1k: top-1 of a linear classifier on
+frozen features.
+"""
+
+from collections.abc import Callable
+
+from stopmim.config import (
+    Config,
+    DataConfig,
+    MaskingConfig,
+    OptimConfig,
+    PositionsConfig,
+    PredictorConfig,
+    RuntimeConfig,
+)
+
+IJEPA = PositionsConfig(kind="sincos")
+
+# The tables of the paper's appendix; what they leave out is I-JEPA's (start and final lr, EMA).
+ABLATION_B = OptimConfig(epochs=300, lr=1e-3)
+DOWNSTREAM_B = DOWNSTREAM_L = OptimConfig(epochs=600, lr=8e-4)
+# The paper's table says 600 epochs, its caption and text 300.
+DOWNSTREAM_H = OptimConfig(epochs=300, lr=1e-3, warmup_epochs=40)
+
+# The released configs: a higher last learning rate for B and L, frozen schedules for H.
+RELEASED_ABLATION_B = OptimConfig(epochs=300, lr=1e-3, final_lr=1e-4)
+RELEASED_B = RELEASED_L = OptimConfig(epochs=600, lr=8e-4, final_lr=1e-4)
+RELEASED_H = OptimConfig(epochs=300, lr=1e-3, warmup_epochs=40, freeze_epoch=250)
+# 32 GPUs saw 64 images each, and the length of a released context depends on that 64.
+IN_64S = RuntimeConfig(accumulate=32)
+
+
+def ablation_b16_stop() -> Config:
+    """The paper's ablations: ViT-B/16, 300 epochs, sigma 0.25. Expect 57.8 with 1 % of labels.
+
+    ``stopmim pretrain imagenet/train --preset ablation_b16_stop --out runs/ablation``
+    """
+    return Config(optim=ABLATION_B)
+
+
+def ablation_b16_ijepa() -> Config:
+    """The sine-cosine row of the ablations. Expect 54.3 with 1 % of labels.
+
+    ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa --out runs/ablation-ijepa``
+    """
+    return Config(optim=ABLATION_B, positions=IJEPA)
+
+
+def vit_b16_stop() -> Config:
+    """The paper's ViT-B/16, 600 epochs. Expect 60.3 (1 %), 72.6 (last layer), 74.5 (last four).
+
+    ``stopmim pretrain imagenet/train --preset vit_b16_stop --out runs/b16``
+    """
+    return Config(optim=DOWNSTREAM_B)
+
+
+def vit_b16_ijepa() -> Config:
+    """Its I-JEPA twin. Expect 57.1 (1 %), 70.9 (last layer), 72.9 (last four).
+
+    ``stopmim pretrain imagenet/train --preset vit_b16_ijepa --out runs/b16-ijepa``
+    """
+    return Config(optim=DOWNSTREAM_B, positions=IJEPA)
+
+
+def vit_l16_stop() -> Config:
+    """The paper's ViT-L/16, 600 epochs. Expect 65.1 (1 %), 77.1 (last layer), 78.5 (last four).
+
+    ``stopmim pretrain imagenet/train --preset vit_l16_stop --out runs/l16``
+    """
+    return Config(arch="vit_l16", optim=DOWNSTREAM_L)
+
+
+def vit_l16_ijepa() -> Config:
+    """Its I-JEPA twin. Expect 64.2 (1 %), 76.1 (last layer), 77.5 (last four).
+
+    ``stopmim pretrain imagenet/train --preset vit_l16_ijepa --out runs/l16-ijepa``
+    """
+    return Config(arch="vit_l16", optim=DOWNSTREAM_L, positions=IJEPA)
+
+
+def vit_h14_stop() -> Config:
+    """The paper's ViT-H/14, 300 epochs, sigma 0.2. Expect 65.4, 79.0, 79.6.
+
+    ``stopmim pretrain imagenet/train --preset vit_h14_stop --out runs/h14``
+    """
+    return Config(arch="vit_h14", optim=DOWNSTREAM_H)
+
+
+def vit_h14_ijepa() -> Config:
+    """Its I-JEPA twin. Expect 62.9 (1 %), 78.2 (last layer), 79.3 (last four).
+
+    ``stopmim pretrain imagenet/train --preset vit_h14_ijepa --out runs/h14-ijepa``
+    """
+    return Config(arch="vit_h14", optim=DOWNSTREAM_H, positions=IJEPA)
+
+
+def ablation_b16_stop_released() -> Config:
+    """`ablation_b16_stop` as the released code would run it; no such config was released.
+
+    ``stopmim pretrain imagenet/train --preset ablation_b16_stop_released --out runs/ablation-r``
+    """
+    return Config(compat="released", optim=RELEASED_ABLATION_B, runtime=IN_64S)
+
+
+def ablation_b16_ijepa_released() -> Config:
+    """The released code with StoP off: bare positions, not I-JEPA's mask token.
+
+    ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa_released --out runs/ablation-ri``
+    """
+    return Config(compat="released", optim=RELEASED_ABLATION_B, positions=IJEPA, runtime=IN_64S)
+
+
+def vit_b16_stop_released() -> Config:
+    """The released configs/pretrain/vit-b16.yaml. Expect what the paper reports for ViT-B/16.
+
+    ``stopmim pretrain imagenet/train --preset vit_b16_stop_released --out runs/b16-r``
+    """
+    return Config(compat="released", optim=RELEASED_B, runtime=IN_64S)
+
+
+def vit_b16_ijepa_released() -> Config:
+    """The same with StoP off.
+
+    ``stopmim pretrain imagenet/train --preset vit_b16_ijepa_released --out runs/b16-ri``
+    """
+    return Config(compat="released", optim=RELEASED_B, positions=IJEPA, runtime=IN_64S)
+
+
+def vit_l16_stop_released() -> Config:
+    """The released configs/pretrain/vit-l16.yaml. Expect what the paper reports for ViT-L/16.
+
+    ``stopmim pretrain imagenet/train --preset vit_l16_stop_released --out runs/l16-r``
+    """
+    return Config(arch="vit_l16", compat="released", optim=RELEASED_L, runtime=IN_64S)
+
+
+def vit_l16_ijepa_released() -> Config:
+    """The same with StoP off.
+
+    ``stopmim pretrain imagenet/train --preset vit_l16_ijepa_released --out runs/l16-ri``
+    """
+    return Config(
+        arch="vit_l16", compat="released", optim=RELEASED_L, positions=IJEPA, runtime=IN_64S
+    )
+
+
+def vit_h16_stop_released() -> Config:
+    """The released configs/pretrain/vit-h16.yaml: patch 16, rates frozen from epoch 250.
+
+    ``stopmim pretrain imagenet/train --preset vit_h16_stop_released --out runs/h16-r``
+    """
+    return Config(arch="vit_h16", compat="released", optim=RELEASED_H, runtime=IN_64S)
+
+
+def vit_h16_ijepa_released() -> Config:
+    """The same with StoP off.
+
+    ``stopmim pretrain imagenet/train --preset vit_h16_ijepa_released --out runs/h16-ri``
+    """
+    return Config(
+        arch="vit_h16", compat="released", optim=RELEASED_H, positions=IJEPA, runtime=IN_64S
+    )
+
+
+def small_images() -> Config:
+    """ViT-S/8 for images of 32 to 96 px on one GPU; the starting point, not yet a tuned recipe.
+
+    ``stopmim pretrain my_images/ --preset small_images --out runs/small``
+    """
+    return Config(
+        arch="vit_s8",
+        image_size=64,
+        predictor=PredictorConfig(width=192),
+        optim=OptimConfig(epochs=80, batch_size=1024, lr=1e-3, warmup_epochs=8),
+    )
+
+
+def tiny_cpu() -> Config:
+    """Minutes on two CPU cores: the demo and the tests.
+
+    ``stopmim pretrain scenes:8192:48 --preset tiny_cpu --out runs/tiny``
+    """
+    return Config(
+        arch="vit_micro6",
+        image_size=48,
+        data=DataConfig(crop_scale=(0.6, 1.0)),
+        masking=MaskingConfig(),
+        predictor=PredictorConfig(width=48),
+        optim=OptimConfig(
+            epochs=10,
+            batch_size=128,
+            lr=5e-4,
+            start_lr=1e-4,
+            warmup_epochs=1,
+            ema=(0.996, 1.0),
+        ),
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    f.__name__: f
+    for f in (
+        ablation_b16_stop,
+        ablation_b16_ijepa,
+        vit_b16_stop,
+        vit_b16_ijepa,
+        vit_l16_stop,
+        vit_l16_ijepa,
+        vit_h14_stop,
+        vit_h14_ijepa,
+        ablation_b16_stop_released,
+        ablation_b16_ijepa_released,
+        vit_b16_stop_released,
+        vit_b16_ijepa_released,
+        vit_l16_stop_released,
+        vit_l16_ijepa_released,
+        vit_h16_stop_released,
+        vit_h16_ijepa_released,
+        small_images,
+        tiny_cpu,
+    )
+}

@@ -1,0 +1,243 @@
+"""A run directory: what is in it, who may write to it, and how it stays readable after a crash.
+
+run.json         config, data, versions, git state, device; written before the first update
+metrics.jsonl    one line per logged step
+checkpoints/     see checkpoint.py
+bad_files.jsonl  images that could not be read, each once
+results.jsonl    one line per evaluation
+report.html      see report/
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from stopmim import checkpoint
+from stopmim._version import __version__
+from stopmim.config import Config, flatten
+from stopmim.data import Images
+from stopmim.errors import CheckpointError, DataError, RunInUseError, StorageError, UserError
+
+if TYPE_CHECKING:
+    from stopmim.mim import MaskedImageModel
+    from stopmim.vit import Encoder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk, as `pretrain` returns it."""
+
+    path: Path
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """`run.json`."""
+        try:
+            return json.loads((self.path / "run.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: not a run directory: {error}") from None
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate_json(json.dumps(self.about["config"]))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / "metrics.jsonl"))
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / "results.jsonl"))
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint that verifies."""
+        path, damaged = checkpoint.latest(self.path)
+        if path is None:
+            raise CheckpointError(damaged[0] if damaged else f"{self.path}: no checkpoint in it")
+        return path
+
+    def model(self) -> "MaskedImageModel":
+        from stopmim.interop import load_model
+
+        return load_model(self.checkpoint)
+
+    def encoder(self, branch: Literal["target", "context"] = "target") -> "Encoder":
+        from stopmim.interop import load_encoder
+
+        return load_encoder(self.checkpoint, branch)
+
+    def add_result(self, **result: Any) -> None:
+        append_jsonl(self.path / "results.jsonl", result)
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Makes sure that `path` can be written to, and that nobody else does so at the same time."""
+    lock = path / "run.lock"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("a+")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().strip() or "another process"
+            raise RunInUseError(
+                f"{path}: in use by {owner}; wait for it or choose another --out"
+            ) from None
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
+        handle.flush()
+        yield  # the lock goes with the process, however it ends
+
+
+def begin(path: Path, config: Config, source: str, images: Images, device: torch.device) -> None:
+    """Writes run.json, or checks that the run already there is this one and notes the restart."""
+    file = path / "run.json"
+    start = {
+        "time": _now(),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "device": _device_name(device),
+        "threads": torch.get_num_threads(),
+        "runtime": config.runtime.model_dump(mode="json"),
+        "versions": {
+            "stopmim": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "git": _git_state(),
+    }
+    data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
+    if file.exists():
+        about = Run(path).about
+        _same_config(path, about["config"], config)
+        if about["data"]["fingerprint"] != data["fingerprint"]:
+            raise DataError(
+                f"{path}: these are not the images this run began with: "
+                f"{about['data']['images']} from {about['data']['source']} then, "
+                f"{data['images']} from {source} now; choose another --out"
+            )
+        about["starts"].append(start)
+    else:
+        if any((path / "checkpoints").glob("step-*")):
+            raise CheckpointError(f"{path}: has checkpoints but no run.json; choose another --out")
+        about = {"config": config.model_dump(mode="json"), "data": data, "starts": [start]}
+    write_whole(file, json.dumps(about, indent=1))
+
+
+def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
+    """A resumed run has the config it began with; only `runtime` is free."""
+    before, now = dict(flatten(old)), dict(flatten(config.model_dump(mode="json")))
+    for key in before.keys() | now.keys():
+        if not key.startswith("runtime.") and before.get(key) != now.get(key):
+            raise UserError(
+                f"{path}: this run has another config: {key}: {before.get(key)!r} -> "
+                f"{now.get(key)!r}; set it back to go on, or choose another --out"
+            )
+
+
+class Metrics:
+    """metrics.jsonl, cut back to the step a run resumes at."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path / "metrics.jsonl"
+        kept = [line for line in read_jsonl(self.path) if line["step"] <= step]
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, line: dict[str, Any]) -> None:
+        append_jsonl(self.path, line)
+
+
+class BadFiles:
+    """bad_files.jsonl: every unreadable image once, and the end of the run if they are too many."""
+
+    def __init__(self, path: Path, total: int, share: float) -> None:
+        self.path, self.total, self.share = path / "bad_files.jsonl", total, share
+        self.names = {line["name"] for line in read_jsonl(self.path)}
+
+    def add(self, bad: list[tuple[str, str]], *, usable: bool) -> None:
+        """Notes what a batch met; `usable` is False if an image could not even be replaced."""
+        for name, reason in bad:
+            if name not in self.names:
+                self.names.add(name)
+                append_jsonl(self.path, {"name": name, "reason": reason})
+        if bad and (not usable or len(self.names) > self.share * self.total):
+            name, reason = bad[-1]
+            raise DataError(
+                f"{len(self.names)} of {self.total} images cannot be read, as {name}: {reason}; "
+                f"{self.path} lists them: mend or remove them, or raise --data.max_bad"
+            )
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `path` that are whole; a kill can leave a torn one at the end."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            tree = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(tree, dict):
+            yield tree
+
+
+def append_jsonl(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _git_state() -> str | None:
+    """Commit of the source this package runs from, with a + if it was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        options: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 5,
+            "check": True,
+        }
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        return commit + ("+" if subprocess.run([*git, "status", "-s"], **options).stdout else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,457 @@
+"""Pretraining: build, resume, loop. One update is `train_step`; the loss is in `compare`.
+
+Every random number of step `i` is keyed by (seed, i), and every schedule is a function of `i`, so a
+run that was killed and started again is the run that was not.
+
+Shapes: B images of a part, G of the whole batch, M target blocks of K patches, D width.
+"""
+
+import contextlib
+import math
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stopmim import checkpoint, masking
+from stopmim.config import Config, from_yaml, override, resolve
+from stopmim.console import Ticker, say, warn
+from stopmim.data import Images, loader, open_images, shares, steps_per_epoch
+from stopmim.data.transforms import augment, normalise
+from stopmim.errors import (
+    CheckpointError,
+    InterruptedRunError,
+    NonFiniteError,
+    ResourceError,
+    StorageError,
+    UserError,
+)
+from stopmim.faults import faultpoint
+from stopmim.keys import torch_generator
+from stopmim.mim import Batch, MaskedImageModel, build
+from stopmim.optim import adamw, rates, set_rates
+from stopmim.predictor import Noise, Predictor
+from stopmim.presets import PRESETS
+from stopmim.run import BadFiles, Metrics, Run, begin, claimed
+
+NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
+SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before the run gives up
+
+
+def every(step: int, n: int) -> bool:
+    """Whether something done every `n` updates is due after update number `step` (from 1)."""
+    return step % n == 0
+
+
+# ------------------------------------------------------------------------------ one update
+
+
+class Compared(NamedTuple):
+    loss: Tensor
+    target_std: Tensor  # spread of the targets over images and places: 0 is collapse
+    predicted_std: Tensor
+
+
+def compare(model: MaskedImageModel, batch: Batch, noise: Noise) -> Compared:
+    """The loss of one part of a batch; this is what gets compiled."""
+    predicted, target = model(batch, noise)  # both (M, B, K, D)
+    loss = F.smooth_l1_loss(predicted.float(), target.float())
+    with torch.no_grad():
+        spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
+    return Compared(loss, *spread)
+
+
+def train_step(
+    model: MaskedImageModel,
+    parts: Iterator[tuple[Batch, Noise]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    n_parts: int = 1,
+    momentum: float,
+    amp: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip: float | None = None,
+    broken: Tensor | None = None,
+    compare: Callable[[MaskedImageModel, Batch, Noise], Compared] = compare,
+) -> dict[str, Tensor]:
+    """One update of encoder and predictor from all parts of a batch, then of the target encoder.
+
+    Returns tensors, not floats: reading them waits for the device, and only the caller knows when
+    that is worth it. `broken` is the caller's flag on the device, 0 or 1: it is raised here by the
+    first loss or gradient that is not finite, and from then on no update is made.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    sums: list[Tensor] = []
+    for batch, noise in parts:
+        with torch.autocast(batch.images.device.type, dtype=amp, enabled=amp is not None):
+            compared = compare(model, batch, noise)
+        loss = compared.loss / n_parts
+        (scaler.scale(loss) if scaler else loss).backward()
+        # clone: a detached mean would keep the whole elementwise loss alive.
+        part = torch.stack([x.detach() for x in compared]).clone() / n_parts
+        sums.append(part)
+    values = torch.stack(sums).sum(dim=0)
+    if scaler:
+        scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    finite = values[0].isfinite() & (grad_norm.isfinite() if scaler is None else True)
+    if broken is not None:
+        broken.copy_(torch.maximum(broken, (~finite).to(broken.dtype)))
+        optimizer.found_inf = broken  # type: ignore[attr-defined]  # fused AdamW skips if this is 1
+    if clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, grad_norm)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    model.update_target(momentum)
+    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm}
+
+
+def draw_masks(
+    config: Config, step: int, parts: list[slice], device: torch.device
+) -> list[masking.Masks]:
+    """The masks of every part of the batch of `step`."""
+    m, side, size = config.masking, config.side, config.optim.batch_size
+    places = torch_generator("masks", config.seed, step, device=device)
+    if m.kind == "random":
+        whole = masking.random(size, side, generator=places, ratio=m.ratio)
+        return [masking.Masks(whole.context[p], whole.targets[:, p]) for p in parts]
+    compat: masking.Compat = "released" if m.compat == "released" else None
+    shape = m.model_dump(include={"target_scale", "target_aspect", "context_scale"})
+    on_host = torch_generator("sizes", config.seed, step)
+    sizes = masking.draw_sizes(side, generator=on_host, compat=compat, **shape)
+    options = shape | {"targets": m.targets, "sizes": sizes, "compat": compat}
+    if compat == "released":
+        # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
+        return [
+            masking.multiblock(p.stop - p.start, side, generator=places, **options) for p in parts
+        ]
+    options |= {"context_length": m.context_length}
+    whole = masking.multiblock(size, side, generator=places, **options)
+    return [masking.Masks(whole.context[p], whole.targets[:, p]) for p in parts]
+
+
+def draw_noise(
+    predictor: Predictor,
+    masks: masking.Masks,
+    part: slice,
+    config: Config,
+    step: int,
+    dtype: torch.dtype,
+) -> Noise:
+    """The noise of one part of the batch of `step`, in the dtype it will be multiplied in.
+
+    Drawn chunk by chunk of the whole batch, so that it does not depend on how the batch is cut.
+    """
+    size, device = config.optim.batch_size, masks.targets.device
+    pieces: list[Noise] = []
+    for chunk in range(part.start // NOISE_CHUNK, math.ceil(part.stop / NOISE_CHUNK)):
+        first, last = chunk * NOISE_CHUNK, min((chunk + 1) * NOISE_CHUNK, size)
+        generator = torch_generator("noise", config.seed, step, chunk, device=device)
+        # Only the shapes matter: the whole chunk is drawn, also where another part has its images.
+        context = masks.context[:1].expand(last - first, -1)
+        targets = masks.targets[:, :1].expand(-1, last - first, -1)
+        noise = predictor.draw(context, targets, generator)
+        own = slice(max(first, part.start) - first, min(last, part.stop) - first)
+        pieces.append(
+            Noise(
+                None if noise.masked is None else noise.masked[:, own].to(dtype),
+                None if noise.context is None else noise.context[own].to(dtype),
+            )
+        )
+    masked = [piece.masked for piece in pieces if piece.masked is not None]
+    context_noise = [piece.context for piece in pieces if piece.context is not None]
+    return Noise(
+        torch.cat(masked, dim=1) if masked else None,
+        torch.cat(context_noise) if context_noise else None,
+    )
+
+
+# ------------------------------------------------------------------------------ a whole run
+
+
+def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None) -> Config:
+    """The resolved config of a preset, YAML file or config with `changes`, proved to have masks."""
+    if isinstance(preset, Config):
+        config = preset
+    elif str(preset) in PRESETS:
+        config = PRESETS[str(preset)]()
+    elif Path(preset).is_file():
+        config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
+    else:
+        raise UserError(f"{preset}: no such preset or file; presets are {', '.join(PRESETS)}")
+    config = resolve(override(config, changes or {}))
+    if config.masking.kind == "multiblock":
+        m = config.masking
+        try:
+            masking.check_multiblock(
+                config.side,
+                targets=m.targets,
+                target_scale=m.target_scale,
+                target_aspect=m.target_aspect,
+                context_scale=m.context_scale,
+                context_length=m.context_length,
+                compat="released" if m.compat == "released" else None,
+            )
+        except ValueError as error:
+            raise UserError(f"config: masking: {error}") from None
+    return config
+
+
+def pretrain(
+    data: str | Path | Images,
+    out: str | Path,
+    preset: str | Path | Config = "vit_b16_stop",
+    *,
+    stop_at: int | None = None,
+    **overrides: Any,
+) -> Run:
+    """Trains an encoder on unlabelled images, or goes on with the run that is in `out`.
+
+    Args:
+        data: a folder of images, ``scenes[:count[:size[:seed]]]``, or any `stopmim.data.Images`.
+        out: the run directory; see run.py for what it will hold.
+        preset: a name from `stopmim.presets`, a YAML file, or a Config.
+        stop_at: ends after this many updates, as an interruption would; for tests and trials.
+        overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
+    """
+    config, path = configure(preset, overrides), Path(out)
+    with claimed(path):
+        try:
+            _train(open_images(data), str(data), path, config, stop_at)
+        except UserError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"out of memory with {config.optim.batch_size // config.runtime.accumulate} images "
+                f"at a time: {str(error).splitlines()[0]}; "
+                f"try --runtime.accumulate {2 * config.runtime.accumulate}"
+            ) from None
+        except Exception:
+            with contextlib.suppress(OSError):
+                (path / "crash-rank0.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            raise
+    return Run(path)
+
+
+def _train(images: Images, source: str, path: Path, config: Config, stop_at: int | None) -> None:
+    ### What the run needs
+    runtime, optim = config.runtime, config.optim
+    device = _device(runtime.device)
+    amp = _precision(runtime.precision, device)
+    per_epoch = steps_per_epoch(images, config)
+    total = optim.epochs * per_epoch
+    parts = shares(optim.batch_size, runtime.accumulate)
+    _set_threads(path, runtime.threads)
+    begin(path, config, source, images, device)
+    model = build(config).to(device)
+    optimizer = adamw(model, optim)
+    scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
+    compiled = runtime.compile == "on" or (runtime.compile == "auto" and device.type == "cuda")
+    loss = torch.compile(compare, dynamic=False) if compiled else compare
+
+    ### Where it stands
+    step = _resume(path, model, optimizer, scaler)
+    metrics = Metrics(path, step)
+    bad_files = BadFiles(path, len(images), config.data.max_bad)
+    if step >= total:
+        say(f"{path}: finished, all {total} updates are done")
+        return
+    batches = loader(images, config, step, pin=device.type == "cuda")
+    broken = torch.zeros((), device=device)
+    saves = _Saves(path, model, optimizer, scaler, config, len(images))
+    save_every = runtime.save_every or per_epoch
+    model.train()
+
+    def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
+        loaded = next(batches)
+        bad_files.add(loaded.bad, usable=loaded.images.numel() > 0)
+        pixels = loaded.images.to(device, non_blocking=True)
+        if config.data.augmentation == "released":
+            pixels = augment(pixels, loaded.augmentation.to(device, non_blocking=True))
+        noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
+        return Batch(normalise(pixels), *masks), noise
+
+    ### The loop
+    with _signals() as received, Ticker("pretrain", total, step) as ticker:
+        clock = _Clock(step)
+        while step < total:
+            now = rates(optim, step, per_epoch)
+            set_rates(optimizer, now)
+            masks = draw_masks(config, step, parts, device)
+            values = train_step(
+                model,
+                (part_of(i, part) for i, part in enumerate(masks)),
+                optimizer,
+                n_parts=len(parts),
+                momentum=now.momentum,
+                amp=amp,
+                scaler=scaler,
+                clip=optim.clip_grad,
+                broken=broken,
+                compare=loss,
+            )
+            step += 1
+            faultpoint("step.end")
+            stopping = bool(received) or step == stop_at
+            log = step == 1 or every(step, runtime.log_every) or step == total
+            save = every(step, save_every) or step == total or stopping
+            # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
+            if (log or save or device.type == "cpu") and bool(broken):
+                raise NonFiniteError(
+                    f"{path}: the loss or its gradient is not finite, in or shortly before step "
+                    f"{step}; the last checkpoint is untouched: lower --optim.lr, set "
+                    f"--optim.clip_grad 1, or use --runtime.precision fp32"
+                )
+            if log:
+                line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
+                line |= {name: float(value) for name, value in values.items()}
+                line |= _norms(model) | clock.read(step, optim.batch_size)
+                metrics.write(line)
+                ticker.update(
+                    step,
+                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {line['target_std']:.3f}"
+                    f"  {line['images_per_s']:.0f} img/s",
+                )
+            if save:
+                saves.save(step, final=step == total or stopping)
+            if stopping and step < total:
+                if received:
+                    raise InterruptedRunError(
+                        received[0], f"{path}: stopped and saved at step {step}"
+                    )
+                return
+
+
+def _resume(
+    path: Path,
+    model: MaskedImageModel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+) -> int:
+    """Loads the newest checkpoint that verifies and returns its step; 0 if there is none."""
+    newest, damaged = checkpoint.latest(path)
+    for problem in damaged:
+        warn(f"{problem}; passed over")
+    if newest is None:
+        if damaged:
+            raise CheckpointError(
+                f"{path}: none of its {len(damaged)} checkpoints is intact; "
+                f"remove them to start again from nothing, or choose another --out"
+            )
+        return 0
+    about = checkpoint.state(newest)
+    checkpoint.load(newest, model, optimizer)
+    if scaler and about["scaler"]:
+        scaler.load_state_dict(about["scaler"])
+    say(f"{path}: resumes at step {about['step']}")
+    return about["step"]
+
+
+class _Saves:
+    """Saves checkpoints; a disk that is full for a while does not end the run."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: MaskedImageModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        config: Config,
+        n_images: int,
+    ) -> None:
+        self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
+        self.keep, self.failed = config.runtime.keep, 0
+        self.about = {"config": config.model_dump(mode="json"), "images": n_images}
+
+    def save(self, step: int, *, final: bool) -> None:
+        about = self.about | {"scaler": self.scaler.state_dict() if self.scaler else None}
+        try:
+            checkpoint.save(
+                self.path, self.model, self.optimizer, step=step, about=about, keep=self.keep
+            )
+            self.failed = 0
+        except (OSError, RuntimeError) as error:  # safetensors wraps an OSError in its own
+            self.failed += 1
+            what = f"{self.path}: the checkpoint of step {step} could not be written: {error}"
+            if final or self.failed == SAVES_TO_FAIL:
+                raise StorageError(f"{what}; make room and run the same command again") from None
+            warn(f"{what}; training goes on")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever owns it gets the signals
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+class _Clock:
+    """Images per second since it was last read."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.time = step, time.monotonic()
+
+    def read(self, step: int, batch_size: int) -> dict[str, float]:
+        now = time.monotonic()
+        rate = (step - self.step) * batch_size / max(1e-9, now - self.time)
+        self.step, self.time = step, now
+        return {"images_per_s": rate}
+
+
+def _norms(model: MaskedImageModel) -> dict[str, float]:
+    """Norms of A and m~, which the paper follows."""
+    predictor = model.predictor
+    return {
+        "norm_A": float(predictor.noise_layer.weight.detach().norm()),
+        "norm_mask_token": float(predictor.positions.mask_token.detach().norm()),
+    }
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast; None is float32 throughout."""
+    if name == "auto":
+        if device.type == "cpu":
+            return None
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _set_threads(path: Path, wanted: int | None) -> None:
+    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
+    if wanted is None and (path / "run.json").exists():
+        wanted = Run(path).about["starts"][0]["threads"]
+    if wanted is not None:
+        torch.set_num_threads(wanted)

@@ -1,0 +1,178 @@
+"""The encoder f: a Vision Transformer without class token, with I-JEPA's and timm's names.
+
+Shapes: B images, N patches of an image, K of them kept, D width.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stopmim.arch import parse_arch
+from stopmim.positions import sincos_2d
+
+EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
+
+
+class Encoder(Protocol):
+    """What evaluations ask of an encoder, ours or an adapter around somebody else's."""
+
+    width: int
+
+    def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Tokens (B, N or K, D), final norm applied."""
+
+    def features(
+        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
+    ) -> Tensor:
+        """One vector per image, (B, layers * D)."""
+
+
+def take(tokens: Tensor, index: Tensor) -> Tensor:
+    """The tokens (B, K, D) of `tokens` (B, N, D) at `index` (B, K)."""
+    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)  # (B, 3, H, W) -> (B, N, D)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, N, D / heads)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=EPS)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=EPS)
+        self.mlp = Mlp(width, round(width * mlp_ratio))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def initialise(module: nn.Module) -> None:
+    """Every matrix and the patch projection from N(0, 0.02^2), biases 0, norms 1 and 0.
+
+    This is what the released code ends up with: its constructor rescales `attn.proj` and `mlp.fc2`
+    by depth, and `init_model` then overwrites every linear layer (ijepa src/helper.py:86-99).
+    """
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+class VisionTransformer(nn.Module):
+    """Patches to features: ``s = f(x)``. Positions are a fixed table, part of the state dict.
+
+    Args:
+        image_size: edge of the images it is trained on; others work, the table is then resized.
+        patch: edge of a patch, in pixels.
+    """
+
+    pos_embed: Tensor  # (1, N, D)
+
+    def __init__(
+        self,
+        image_size: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        super().__init__()
+        if image_size % patch:
+            raise ValueError(f"patch {patch} does not divide the image size {image_size}")
+        if width % heads:
+            raise ValueError(f"width {width} is not divisible by {heads} heads")
+        self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
+        self.patch_embed = PatchEmbed(patch, width)
+        self.register_buffer("pos_embed", sincos_2d(self.side, width)[None])
+        self.blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.apply(initialise)
+
+    @classmethod
+    def from_arch(cls, arch: str, image_size: int) -> "VisionTransformer":
+        """The encoder called `arch`, for example ``"vit_b16"``."""
+        size, patch = parse_arch(arch)
+        return cls(image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Patches with their positions, (B, N, D)."""
+        height, width = images.shape[-2:]
+        if height % self.patch or width % self.patch:
+            raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
+        return self.patch_embed(images) + self.positions(height // self.patch, width // self.patch)
+
+    def positions(self, rows: int, cols: int) -> Tensor:
+        """The position table for a grid of rows x cols patches, (1, rows * cols, D).
+
+        There is no class token: every entry of the table is a patch. (The released code cuts off
+        the first one as if it were a class token, and fails for any other image size.)
+        """
+        if (rows, cols) == (self.side, self.side):
+            return self.pos_embed
+        grid = self.pos_embed.view(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # (1, D, S, S)
+        grid = F.interpolate(grid, size=(rows, cols), mode="bicubic", align_corners=False)
+        return grid.flatten(2).transpose(1, 2)
+
+    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
+        x = self.embed(images)
+        if index is not None:
+            x = take(x, index)  # after the positions, before the blocks: hidden patches stay hidden
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def features(
+        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
+    ) -> Tensor:
+        """The last `layers` blocks, each normed and averaged over patches, (B, layers * D)."""
+        if pool != "mean":
+            raise ValueError('this encoder has no class token: use pool="mean"')
+        if not 1 <= layers <= len(self.blocks):
+            raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
+        x, pooled = self.embed(images), []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i >= len(self.blocks) - layers:
+                pooled.append(self.norm(x).mean(dim=1))
+        return torch.cat(pooled, dim=1)
