@@ -8,6 +8,7 @@ and every parameter filled: there is no such thing as a partly random encoder. P
 import json
 import math
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,9 @@ def _load_released(path: Path, heads: int | None) -> MaskedImageModel:
 
 def read_pickle(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old pickle protocols, in several lines
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path}: refused or damaged: {reason}") from None

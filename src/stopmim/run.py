@@ -105,7 +105,13 @@ def claimed(path: Path) -> Iterator[None]:
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
         handle.flush()
-        yield  # the lock goes with the process, however it ends
+        try:
+            yield  # the lock goes with the process, however it ends
+        finally:
+            if not (path / "run.json").exists():  # nothing came of it: leave no trace
+                lock.unlink()
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
 
 def begin(path: Path, config: Config, source: str, images: Images, device: torch.device) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim import checkpoint, masking
-from stopmim.config import Config, from_yaml, override, resolve
+from stopmim.config import Config
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, steps_per_epoch
 from stopmim.data.transforms import augment, normalise
@@ -37,8 +37,8 @@ from stopmim.faults import faultpoint
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.optim import adamw, rates, set_rates
+from stopmim.plan import configure
 from stopmim.predictor import Noise, Predictor
-from stopmim.presets import PRESETS
 from stopmim.run import BadFiles, Metrics, Run, begin, claimed
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
@@ -180,34 +180,6 @@ def draw_noise(
 # ------------------------------------------------------------------------------ a whole run
 
 
-def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None) -> Config:
-    """The resolved config of a preset, YAML file or config with `changes`, proved to have masks."""
-    if isinstance(preset, Config):
-        config = preset
-    elif str(preset) in PRESETS:
-        config = PRESETS[str(preset)]()
-    elif Path(preset).is_file():
-        config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
-    else:
-        raise UserError(f"{preset}: no such preset or file; presets are {', '.join(PRESETS)}")
-    config = resolve(override(config, changes or {}))
-    if config.masking.kind == "multiblock":
-        m = config.masking
-        try:
-            masking.check_multiblock(
-                config.side,
-                targets=m.targets,
-                target_scale=m.target_scale,
-                target_aspect=m.target_aspect,
-                context_scale=m.context_scale,
-                context_length=m.context_length,
-                compat="released" if m.compat == "released" else None,
-            )
-        except ValueError as error:
-            raise UserError(f"config: masking: {error}") from None
-    return config
-
-
 def pretrain(
     data: str | Path | Images,
     out: str | Path,
@@ -247,8 +219,8 @@ def pretrain(
 def _train(images: Images, source: str, path: Path, config: Config, stop_at: int | None) -> None:
     ### What the run needs
     runtime, optim = config.runtime, config.optim
-    device = _device(runtime.device)
-    amp = _precision(runtime.precision, device)
+    device = choose_device(runtime.device)
+    amp = choose_precision(runtime.precision, device)
     per_epoch = steps_per_epoch(images, config)
     total = optim.epochs * per_epoch
     parts = shares(optim.batch_size, runtime.accumulate)
@@ -434,13 +406,13 @@ def _norms(model: MaskedImageModel) -> dict[str, float]:
     }
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _precision(name: str, device: torch.device) -> torch.dtype | None:
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast; None is float32 throughout."""
     if name == "auto":
         if device.type == "cpu":

@@ -5,6 +5,7 @@ a run is resumed at changes a sample.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -137,16 +138,20 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
         shares=shares(config.optim.batch_size, config.runtime.accumulate),
         steps_per_epoch=steps_per_epoch(images, config),
     )
-    batches: DataLoader[Sample] = DataLoader(
-        Crops(images, config),
-        batch_sampler=order,
-        num_workers=workers,
-        collate_fn=_collate,
-        pin_memory=pin,
-        prefetch_factor=4 if workers else None,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # more workers than cores: the user's choice
+        batches: DataLoader[Sample] = DataLoader(
+            Crops(images, config),
+            batch_sampler=order,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=pin,
+            prefetch_factor=4 if workers else None,
+            generator=torch.Generator(),  # torch seeds workers from it; the global one is the user's
+        )
+        parts = iter(batches)
     try:
-        yield from batches
+        yield from parts
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise

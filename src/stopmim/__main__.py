@@ -1,0 +1,7 @@
+"""``python -m stopmim``."""
+
+import sys
+
+from stopmim.cli import main
+
+sys.exit(main())

@@ -1,0 +1,68 @@
+"""From a preset's name to a config that is proved to work, and what it amounts to."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim import masking
+from stopmim.config import Config, MaskingConfig, from_yaml, override, resolve, to_yaml
+from stopmim.errors import UserError
+from stopmim.mim import build
+from stopmim.presets import PRESETS
+
+
+def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None) -> Config:
+    """The resolved config of a preset, YAML file or config with `changes`; its masks exist."""
+    if isinstance(preset, Config):
+        config = preset
+    elif str(preset) in PRESETS:
+        config = PRESETS[str(preset)]()
+    elif Path(preset).is_file():
+        config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
+    else:
+        raise UserError(f"{preset}: no such preset or file; presets are {', '.join(PRESETS)}")
+    config = resolve(override(config, changes or {}))
+    if config.masking.kind == "multiblock":
+        try:
+            masking.check_multiblock(config.side, **multiblock_options(config.masking))
+        except ValueError as error:
+            raise UserError(f"config: masking: {error}") from None
+    return config
+
+
+def multiblock_options(config: MaskingConfig) -> dict[str, Any]:
+    """The part of a masking config that `masking.multiblock` takes."""
+    names = {"targets", "target_scale", "target_aspect", "context_scale", "context_length"}
+    return config.model_dump(include=names) | {
+        "compat": "released" if config.compat == "released" else None
+    }
+
+
+def describe(config: Config) -> str:
+    """The config as a YAML file that `pretrain` takes as a preset, with its size in comments."""
+    with torch.device("meta"):
+        model = build(config)
+    millions = {
+        name: sum(p.numel() for p in part.parameters()) / 1e6
+        for name, part in model.named_children()
+    }
+    lines = [
+        f"encoder {millions['encoder']:.1f} M parameters, predictor {millions['predictor']:.1f} M",
+        f"grid {config.side}x{config.side}, {_masks(config)}",
+    ]
+    return "".join(f"# {line}\n" for line in lines) + to_yaml(config)
+
+
+def _masks(config: Config) -> str:
+    m = config.masking
+    if m.kind == "random":
+        return f"{m.ratio:.0%} of the patches hidden at random"
+    options = multiblock_options(m)
+    blocks = masking.possible_blocks(
+        config.side, m.target_scale, m.target_aspect, compat=options["compat"]
+    )
+    shapes = ", ".join(f"{b.height}x{b.width} ({p:.0%})" for b, p in sorted(blocks.items()))
+    length = m.context_length or masking.default_context_length(config.side)
+    seen = "as many patches as the batch allows" if options["compat"] else f"{length} patches"
+    return f"{seen} seen, {m.targets} targets of {shapes}"

@@ -1,0 +1,219 @@
+"""The command line as a person meets it: one line per mistake, and the right exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stopmim.cli import main, split_changes
+from stopmim.presets import PRESETS
+from tiny import write_folder
+
+TINY = [
+    *("--preset", "tiny_cpu", "--arch", "vit_micro4", "--image-size", "24"),
+    *("--predictor.width", "24", "--optim.epochs", "2", "--optim.batch_size", "8"),
+    *("--optim.warmup-epochs", "1", "--runtime.threads", "1", "--runtime.workers", "0"),
+    *("--runtime.log-every", "1", "--runtime.device", "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("", 2, "Expected one of {demo, pretrain"),
+        ("pretain x", 2, "Unrecognized options: pretain"),
+        ("pretrain", 2, "Missing from stopmim pretrain: DATA"),
+        ("pretrain x --outt y", 2, 'did you mean "--out"?'),
+        ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
+        ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
+        ("pretrain x --out {tmp}/run --positions.sgima 1", 2, 'did you mean "positions.sigma"?'),
+        (
+            "pretrain x --out {tmp}/run --positions.sigma -1",
+            2,
+            "sigma: input should be greater",
+        ),
+        ("pretrain x --positions.sigma", 2, "--positions.sigma: a value is missing"),
+        (
+            "pretrain x --out {tmp}/run --optim.ema 0.9 1.2",
+            2,
+            "optim.ema.1: input should be less",
+        ),
+        (
+            "pretrain x --out {tmp}/run --seed one",
+            2,
+            "seed: input should be a valid integer",
+        ),
+        ("pretrain x --out {tmp}/run", 3, "no such folder"),
+        ("pretrain {tmp}/empty --out {tmp}/run", 3, "no images"),
+        ("pretrain scenes:0 --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:x:y --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
+        ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
+        ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
+        ("presets --seed 1", 2, "presets: takes no config key"),
+        ("bench speed", 2, "invalid choice 'speed'"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_exit_code(
+    line: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    assert main(line.format(tmp=tmp_path).split()) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith("stopmim: error: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()  # nothing is left behind
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_dry_run_of_every_preset_prints_config_and_size(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pretrain", "anything", "--preset", name, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "M parameters" in text.splitlines()[0]
+    assert "\noptim:\n" in text
+
+
+def test_a_dry_run_is_a_preset_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["pretrain", "x", "--preset", "vit_h14_stop", "--seed", "5", "--dry-run"])
+    first = capsys.readouterr().out
+    (tmp_path / "my.yaml").write_text(first)
+    main(["pretrain", "x", "--preset", str(tmp_path / "my.yaml"), "--dry-run"])
+    assert capsys.readouterr().out == first
+    assert "seed: 5" in first
+
+
+def test_config_keys_may_stand_anywhere_in_any_spelling() -> None:
+    words = "pretrain --optim.ema 0.9 1 D --image-size=48 --masking.target_scale [0.1,0.2] --out x"
+    rest, changes = split_changes(words.split())
+    assert rest == ["pretrain", "D", "--out", "x"]
+    assert changes == {
+        "optim.ema": [0.9, 1],
+        "image_size": 48,
+        "masking.target_scale": [0.1, 0.2],
+    }
+
+
+def test_pretrain_trains_and_says_where_the_checkpoint_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "images")
+    (folder / "part0" / "broken\x1b[31m.png").write_bytes(b"not an image")
+    command = [
+        "pretrain",
+        str(folder),
+        "--out",
+        str(tmp_path / "run"),
+        *TINY,
+        "--data.max_bad",
+        "1",
+    ]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert out.strip().endswith("checkpoints/step-00000010")
+    assert "loss" in err
+    assert "img/s" in err
+    assert "target std" in err
+    assert (tmp_path / "run" / "bad_files.jsonl").read_text().count("\n") == 1
+    assert main(command) == 0
+    assert "finished, all 10 updates are done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_real_signal_saves_and_ends_with_its_code(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    folder, run = write_folder(tmp_path / "images"), tmp_path / "run"
+    command = [sys.executable, "-m", "stopmim", "pretrain", str(folder), "--out", str(run), *TINY]
+    command += ["--optim.epochs", "2000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    lines = [line for line in err.decode().splitlines() if line.startswith("stopmim: error")]
+    assert len(lines) == 1
+    assert "stopped and saved at step" in lines[0]
+    assert "Traceback" not in err.decode()
+    assert len(list((run / "checkpoints").glob("step-*"))) >= 1
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    code = (
+        "import sys; from stopmim.cli import main\n"
+        "assert main(['--version']) == 0 and main(['--help']) == 0\n"
+        "assert main(['pretrain', '--help']) == 0 and main(['presets']) == 0\n"
+        "assert main(['pretrain', 'x', '--outt']) == 2\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m stopmim presets | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_a_bug_is_one_line_and_a_traceback_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("this cannot happen")
+
+    monkeypatch.setattr("stopmim.train.build", broken)
+    command = ["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]
+    assert main(command) == 1
+    assert "internal error: AssertionError: this cannot happen" in capsys.readouterr().err
+    assert "this cannot happen" in (tmp_path / "run" / "crash-rank0.txt").read_text()
+    with pytest.raises(AssertionError):
+        main([*command, "--debug"])
+
+
+def test_running_out_of_memory_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
+
+    monkeypatch.setattr("stopmim.train.train_step", full)
+    assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]) == 7
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "out of memory with 8 images at a time" in err
+    assert "--runtime.accumulate 2" in err
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    """As another user: root may write anywhere."""
+    (tmp_path / "locked").mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            if os.getuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+            code = main(["pretrain", "scenes:9:24", "--out", str(tmp_path / "locked/run"), *TINY])
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 5

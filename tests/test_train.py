@@ -1,0 +1,373 @@
+"""A run is a function of its config and data: not of workers, interruptions or how it is cut up."""
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stopmim import Run, checkpoint, pretrain, train
+from stopmim.data import loader, open_images, shares
+from stopmim.errors import (
+    CheckpointError,
+    DataError,
+    InterruptedRunError,
+    NonFiniteError,
+    RunInUseError,
+    StorageError,
+    UserError,
+)
+from stopmim.mim import build
+from stopmim.plan import configure
+from stopmim.run import claimed
+from stopmim.train import draw_masks, draw_noise
+from tiny import NoiseImages, assert_same_run, curve, tiny, weights, write_folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ten updates without an interruption."""
+    return pretrain(NoiseImages(), tmp_path_factory.mktemp("whole"), tiny())
+
+
+# ----------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 9])
+def test_a_resumed_run_equals_an_uninterrupted_one(whole: Run, tmp_path: Path, stop: int) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=stop)
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+
+
+def test_a_run_that_is_stopped_after_every_step_is_the_same_run(whole: Run, tmp_path: Path) -> None:
+    for stop in range(1, 10):
+        pretrain(NoiseImages(), tmp_path, tiny(), stop_at=stop)
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+
+
+@pytest.mark.parametrize(("name", "number"), [("term", signal.SIGTERM), ("int", signal.SIGINT)])
+def test_a_signal_saves_the_step_it_came_in_and_ends_the_run(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    monkeypatch.setattr("stopmim.faults._passed", Counter())
+    monkeypatch.setenv("STOPMIM_FAULT", f"step.end@4:{name}")
+    with pytest.raises(InterruptedRunError, match="saved at step 4") as caught:
+        pretrain(NoiseImages(), tmp_path, tiny())
+    assert caught.value.exit_code == 128 + number
+    assert Run(tmp_path).checkpoint.name == "step-00000004"
+    monkeypatch.delenv("STOPMIM_FAULT")
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+
+
+def test_signal_handlers_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=1)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_training_works_outside_the_main_thread(whole: Run, tmp_path: Path) -> None:
+    thread = threading.Thread(target=pretrain, args=(NoiseImages(), tmp_path, tiny()))
+    thread.start()
+    thread.join()
+    assert_same_run(Run(tmp_path), whole)
+
+
+def test_a_finished_run_is_left_alone(whole: Run) -> None:
+    before = (whole.checkpoint / "manifest.json").read_bytes(), curve(whole)
+    pretrain(NoiseImages(), whole.path, tiny())
+    assert ((whole.checkpoint / "manifest.json").read_bytes(), curve(whole)) == before
+
+
+# ------------------------------------------------------------- what must not change a run
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_do_not_change_a_sample(tmp_path: Path, workers: int) -> None:
+    folder = write_folder(tmp_path / "images")
+    config = configure(tiny(data={"augmentation": "released"}))
+    alone = loader(open_images(folder), config, 2, pin=False)
+    several = configure(config, {"runtime.workers": workers})
+    together = loader(open_images(folder), several, 2, pin=False)
+    count = 0
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.augmentation, b.augmentation)
+        count += 1
+    assert count == 8  # updates 2 to 9
+
+
+def test_a_folder_of_files_trains_as_its_pixels_in_memory(whole: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    names = sorted(p.name for p in folder.rglob("*.png"))
+    run = pretrain(folder, tmp_path / "run", tiny(runtime={"workers": 2}), stop_at=2)
+    assert len(names) == run.about["data"]["images"] == 40
+    assert [line["step"] for line in run.metrics] == [1, 2]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_batch_in_parts_makes_the_same_update(whole: Run, tmp_path: Path, parts: int) -> None:
+    run = pretrain(NoiseImages(), tmp_path, tiny(runtime={"accumulate": parts}))
+    for a, b in zip(run.metrics, whole.metrics, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_noise_does_not_depend_on_how_the_batch_is_cut() -> None:
+    config = configure(tiny(optim={"batch_size": 160}, positions={"tokens": "both"}))
+    predictor, device = build(config).predictor, torch.device("cpu")
+
+    def noise(parts: list[slice]) -> list[torch.Tensor]:
+        drawn = [
+            draw_noise(predictor, masks, part, config, 3, torch.float32)
+            for masks, part in zip(draw_masks(config, 3, parts, device), parts, strict=True)
+        ]
+        masked = [n.masked for n in drawn if n.masked is not None]
+        context = [n.context for n in drawn if n.context is not None]
+        return [torch.cat(masked, dim=1), torch.cat(context)]
+
+    whole = noise(shares(160, 1))
+    for cut in (2, 5, 10):  # 80, 32 and 16 images: across chunks of 64 and inside them
+        for a, b in zip(noise(shares(160, cut)), whole, strict=True):
+            assert torch.equal(a, b)
+    assert whole[0].shape == (4, 160, whole[0].shape[2], 96)
+    assert whole[0].std() == pytest.approx(0.5, rel=0.02)  # sigma 0.25 is a variance
+
+
+def test_masks_do_not_depend_on_how_the_batch_is_cut() -> None:
+    config, device = configure(tiny(optim={"batch_size": 48})), torch.device("cpu")
+    (whole,) = draw_masks(config, 5, shares(48, 1), device)
+    parts = draw_masks(config, 5, shares(48, 6), device)
+    assert torch.equal(whole.context, torch.cat([p.context for p in parts]))
+    assert torch.equal(whole.targets, torch.cat([p.targets for p in parts], dim=1))
+    (other,) = draw_masks(config, 6, shares(48, 1), device)
+    assert not torch.equal(whole.context, other.context)
+
+
+def test_no_draw_depends_on_the_global_generator(whole: Run, tmp_path: Path) -> None:
+    torch.manual_seed(12345)
+    before = torch.get_rng_state()
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"positions.sigma": 0.5},
+        {"positions.covariance": "fixed"},
+        {"positions.covariance": "untied"},
+        {"positions.tokens": "both"},
+        {"positions.base": "learned"},
+        {"positions.kind": "sincos"},
+        {"positions.kind": "learned"},
+        {"masking.kind": "random"},
+        {"data.augmentation": "released"},
+        {"optim.clip_grad": 0.01},
+        {"optim.betas": [0.8, 0.9]},
+        {"optim.freeze_epoch": 1},
+    ],
+    ids=str,
+)
+def test_what_defines_a_run_changes_its_weights(
+    whole: Run, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    run = pretrain(NoiseImages(), tmp_path, tiny(**change))
+    a, b = weights(run), weights(whole)
+    shared = [name for name in a if name in b and name.startswith("encoder.blocks")]
+    assert any(not torch.equal(a[name], b[name]) for name in shared)
+    assert all(x.isfinite().all() for x in a.values())
+
+
+def test_the_released_mode_trains(tmp_path: Path) -> None:
+    """Its sampler wants more than ten patches per block, so the grid is finer than elsewhere."""
+    config = tiny(compat="released", image_size=48, runtime={"accumulate": 2})
+    run = pretrain(NoiseImages(), tmp_path, config, stop_at=3)
+    assert run.config.positions.sigma == 0.0625
+    start, end = build(run.config).predictor, run.model().predictor
+    assert torch.equal(start.positions.mask_token, end.positions.mask_token)  # unused, so frozen
+    assert not torch.equal(start.predictor_embed.bias, end.predictor_embed.bias)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_the_same_curve(whole: Run, tmp_path: Path, precision: str) -> None:
+    run = pretrain(NoiseImages(), tmp_path, tiny(runtime={"precision": precision}))
+    for a, b in zip(run.metrics, whole.metrics, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def test_loss_scaling_is_resumed(tmp_path: Path) -> None:
+    config = tiny(runtime={"precision": "fp16"})
+    whole = pretrain(NoiseImages(), tmp_path / "whole", config)
+    pretrain(NoiseImages(), tmp_path / "cut", config, stop_at=4)
+    assert checkpoint.state(Run(tmp_path / "cut").checkpoint)["scaler"]["_growth_tracker"] == 4
+    assert_same_run(pretrain(NoiseImages(), tmp_path / "cut", config), whole)
+
+
+# ----------------------------------------------------------------------------- faults
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+    before = weights(Run(tmp_path))
+    steps = 0
+    real = train.compare
+
+    def third_is_nan(*args: Any) -> train.Compared:
+        nonlocal steps
+        steps += 1
+        out = real(*args)
+        return out._replace(loss=out.loss * float("nan")) if steps == 2 else out
+
+    models = []
+    monkeypatch.setattr(train, "compare", third_is_nan)
+    monkeypatch.setattr(train, "build", lambda config: models.append(build(config)) or models[-1])
+    with pytest.raises(NonFiniteError, match="step 6") as caught:
+        pretrain(NoiseImages(), tmp_path, tiny())
+    assert caught.value.exit_code == 6
+    assert Run(tmp_path).checkpoint.name == "step-00000004"
+    for name, x in models[0].encoder.state_dict().items():
+        assert x.isfinite().all(), name  # the bad update was not made in memory either
+    for name, x in weights(Run(tmp_path)).items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_broken_images_are_named_once_and_replaced(tmp_path: Path) -> None:
+    images = NoiseImages(broken=(3, 17))
+    config = tiny(data={"max_bad": 0.05})
+    run = pretrain(images, tmp_path / "a", config)
+    lines = [json.loads(x) for x in (run.path / "bad_files.jsonl").read_text().splitlines()]
+    assert sorted(line["name"] for line in lines) == ["noise 17", "noise 3"]
+    assert lines[0]["reason"] == "broken on purpose"
+    pretrain(images, tmp_path / "b", config, stop_at=3)
+    assert_same_run(pretrain(images, tmp_path / "b", config), run)
+    assert len((tmp_path / "b" / "bad_files.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("broken", [(3, 17), tuple(range(40))])
+def test_too_many_broken_images_end_the_run(tmp_path: Path, broken: tuple[int, ...]) -> None:
+    share = 0.01 if len(broken) == 2 else 1.0
+    with pytest.raises(DataError, match="of 40 images cannot be read") as caught:
+        pretrain(NoiseImages(broken=broken), tmp_path, tiny(data={"max_bad": share}))
+    assert caught.value.exit_code == 3
+
+
+def test_fewer_images_than_a_batch_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="5 images do not fill one batch of 8"):
+        pretrain(NoiseImages(5), tmp_path / "run", tiny())
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_config_in_the_same_directory_is_refused(whole: Run) -> None:
+    before = {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"optim.lr: 0.0005 -> 0.001") as caught:
+        pretrain(NoiseImages(), whole.path, tiny(optim={"lr": 1e-3}))
+    assert caught.value.exit_code == 2
+    del before[whole.path / "run.lock"]
+    assert all(p.read_bytes() == data for p, data in before.items())
+
+
+def test_how_a_run_is_carried_out_may_change(tmp_path: Path, whole: Run) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=3)
+    run = pretrain(NoiseImages(), tmp_path, tiny(runtime={"log_every": 5, "keep": 3}))
+    assert [s["runtime"]["log_every"] for s in run.about["starts"]] == [1, 5]
+    for name, x in weights(run).items():
+        assert torch.equal(x, weights(whole)[name])
+
+
+def test_other_images_in_the_same_directory_are_refused(whole: Run) -> None:
+    with pytest.raises(DataError, match=r"40 .* then, 48 .* now"):
+        pretrain(NoiseImages(48), whole.path, tiny())
+
+
+def test_a_directory_in_use_is_refused_and_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed(tmp_path), pytest.raises(RunInUseError, match=f"process {os.getpid()}") as caught:
+        pretrain(NoiseImages(), tmp_path, tiny())
+    assert caught.value.exit_code == 8
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="cannot write here"):
+        pretrain(NoiseImages(), tmp_path / "file", tiny())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_survived_once_and_reported_at_the_end(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = checkpoint.save_file, 0
+
+    def full(tensors: Any, path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 2):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    run = pretrain(NoiseImages(), tmp_path, tiny())  # saves at 3 (fails), 6 (fails), 9, 10
+    assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == [
+        "step-00000009",
+        "step-00000010",
+    ]
+    assert_same_run(run, whole)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_its_checkpoints_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+
+    def full(tensors: Any, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        pretrain(NoiseImages(), tmp_path, tiny())
+    assert caught.value.exit_code == 5
+    assert Run(tmp_path).checkpoint.name == "step-00000004"
+    assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+
+
+def test_a_torn_line_of_metrics_is_dropped(whole: Run, tmp_path: Path) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+    file = tmp_path / "metrics.jsonl"
+    text = file.read_text()
+    file.write_text(text + '{"step": 5, "lo')
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=6)
+    newest = Run(tmp_path).checkpoint / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
+    assert "sha256 is not the recorded one; passed over" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_from_nothing(
+    tmp_path: Path,
+) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+    for path in (tmp_path / "checkpoints").glob("*/state.json"):
+        path.write_text("{}")
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is intact") as caught:
+        pretrain(NoiseImages(), tmp_path, tiny())
+    assert caught.value.exit_code == 4

@@ -1,0 +1,75 @@
+"""A run of a second, for tests that need a real one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from stopmim.config import Config, override
+from stopmim.data.decode import BadImageError
+from stopmim.presets import tiny_cpu
+from stopmim.run import Run
+
+TIMINGS = {"images_per_s"}  # what two equal runs may differ in
+
+
+class NoiseImages:
+    """`n` small pictures in memory; those numbered in `broken` cannot be read."""
+
+    def __init__(self, n: int = 40, broken: tuple[int, ...] = ()) -> None:
+        rng = np.random.default_rng(7)
+        self.images = rng.integers(0, 256, (n, 28, 32, 3), dtype=np.uint8)
+        self.broken = broken
+        self.labels: dict[str, np.ndarray] = {}
+        self.fingerprint = f"noise-{n}"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, i: int) -> np.ndarray:
+        if i in self.broken:
+            raise BadImageError("broken on purpose")
+        return self.images[i]
+
+    def name(self, i: int) -> str:
+        return f"noise {i}"
+
+
+def tiny(**changes: Any) -> Config:
+    """A 6x6 grid, batches of 8; 5 updates per epoch of 40 images, 2 epochs."""
+    small = {
+        "arch": "vit_micro4",
+        "image_size": 24,
+        "predictor": {"width": 24, "depth": 1},
+        "optim": {"epochs": 2, "batch_size": 8, "warmup_epochs": 1.0},
+        "runtime": {"threads": 1, "log_every": 1, "save_every": 3, "device": "cpu", "workers": 0},
+    }
+    return override(override(tiny_cpu(), small), changes)
+
+
+def write_folder(root: Path, n: int = 40) -> Path:
+    """The same pictures as PNG files, in nested folders."""
+    for i, image in enumerate(NoiseImages(n).images):
+        folder = root / f"part{i % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{i:03}.png")
+    return root
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return dict(run.model().state_dict())
+
+
+def curve(run: Run) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in run.metrics]
+
+
+def assert_same_run(a: Run, b: Run) -> None:
+    """Bit for bit: the logged curve, the weights, and the moments of the optimizer."""
+    assert curve(a) == curve(b)
+    files = ("model.safetensors", "optimizer.safetensors")
+    for name in files:
+        assert (a.checkpoint / name).read_bytes() == (b.checkpoint / name).read_bytes(), name
