@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from tiny import write_folder
 
 TINY = [
     *("--preset", "tiny_cpu", "--arch", "vit_micro4", "--image-size", "24"),
-    *("--predictor.width", "24", "--optim.epochs", "2", "--optim.batch_size", "8"),
+    *("--masking.context-length", "10", "--predictor.depth", "1", "--predictor.width", "24"),
+    *("--optim.epochs", "2", "--optim.batch_size", "8"),
     *("--optim.warmup-epochs", "1", "--runtime.threads", "1", "--runtime.workers", "0"),
     *("--runtime.log-every", "1", "--runtime.device", "cpu"),
 ]
@@ -135,12 +137,13 @@ def test_a_real_signal_saves_and_ends_with_its_code(
 ) -> None:
     folder, run = write_folder(tmp_path / "images"), tmp_path / "run"
     command = [sys.executable, "-m", "stopmim", "pretrain", str(folder), "--out", str(run), *TINY]
-    command += ["--optim.epochs", "2000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command += ["--optim.epochs", "2000", "--runtime.workers", "2"]
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(number)
+        os.killpg(process.pid, number)  # as a terminal does: to the workers too
         _, err = process.communicate(timeout=60)
     assert process.returncode == code
     lines = [line for line in err.decode().splitlines() if line.startswith("stopmim: error")]

@@ -24,14 +24,8 @@ from stopmim.keys import torch_generator
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options
-from stopmim.train import (
-    choose_device,
-    choose_precision,
-    compare,
-    draw_masks,
-    draw_noise,
-    train_step,
-)
+from stopmim.runtime import choose_device, choose_precision, should_compile
+from stopmim.train import compare, draw_masks, draw_noise, train_step
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 
@@ -87,10 +81,7 @@ def stepper(config: Config) -> Callable[[], None]:
     amp = choose_precision(config.runtime.precision, device)
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
-    compiled = config.runtime.compile == "on" or (
-        config.runtime.compile == "auto" and device.type == "cuda"
-    )
-    loss = torch.compile(compare, dynamic=False) if compiled else compare
+    loss = torch.compile(compare, dynamic=False) if should_compile(config, device) else compare
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
     step = likeliest_step(config)
     shape = (parts[0].stop, 3, config.image_size, config.image_size)

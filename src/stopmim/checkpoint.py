@@ -21,10 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stopmim._version import __version__
-from stopmim.errors import CheckpointError
+from stopmim.config import Config
+from stopmim.console import warn
+from stopmim.errors import CheckpointError, StorageError
 from stopmim.faults import faultpoint
 
 FORMAT = 1
+SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before a run gives up
 
 
 def save(
@@ -74,6 +77,37 @@ def save(
         shutil.rmtree(old)
         faultpoint("save.pruned")
     return final
+
+
+class Saver:
+    """Saves the checkpoints of a run; a disk that is full for a while does not end it."""
+
+    def __init__(
+        self,
+        run: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        config: Config,
+    ) -> None:
+        self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
+        self.config, self.failed = config, 0
+
+    def save(self, step: int, *, final: bool) -> None:
+        about = {
+            "config": self.config.model_dump(mode="json"),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
+        keep = self.config.runtime.keep
+        try:
+            save(self.run, self.model, self.optimizer, step=step, about=about, keep=keep)
+            self.failed = 0
+        except (OSError, safetensors.SafetensorError) as error:
+            self.failed += 1
+            what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
+            if final or self.failed == SAVES_TO_FAIL:
+                raise StorageError(f"{what}; make room and run the same command again") from None
+            warn(f"{what}; training goes on")
 
 
 def sweep(run: Path) -> None:

@@ -149,7 +149,7 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile the loss; auto: on a GPU only"""
+    """torch.compile the loss; auto: on a GPU, unless the masks are the released ones"""
     accumulate: int = Field(default=1, ge=1)
     """parts a batch is computed in, to save memory; the update is that of the whole batch"""
     workers: int | None = Field(default=None, ge=0)

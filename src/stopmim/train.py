@@ -8,12 +8,10 @@ Shapes: B images of a part, G of the whole batch, M target blocks of K patches, 
 
 import contextlib
 import math
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +28,6 @@ from stopmim.errors import (
     InterruptedRunError,
     NonFiniteError,
     ResourceError,
-    StorageError,
     UserError,
 )
 from stopmim.faults import faultpoint
@@ -40,9 +37,15 @@ from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure
 from stopmim.predictor import Noise, Predictor
 from stopmim.run import BadFiles, Metrics, Run, begin, claimed
+from stopmim.runtime import (
+    choose_device,
+    choose_precision,
+    set_threads,
+    should_compile,
+    signals,
+)
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
-SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before the run gives up
 
 
 def every(step: int, n: int) -> bool:
@@ -84,8 +87,8 @@ def train_step(
     """One update of encoder and predictor from all parts of a batch, then of the target encoder.
 
     Returns tensors, not floats: reading them waits for the device, and only the caller knows when
-    that is worth it. `broken` is the caller's flag on the device, 0 or 1: it is raised here by the
-    first loss or gradient that is not finite, and from then on no update is made.
+    that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
+    first loss or gradient that is not finite on, and while it is not 0 no update is made.
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
@@ -94,9 +97,8 @@ def train_step(
             compared = compare(model, batch, noise)
         loss = compared.loss / n_parts
         (scaler.scale(loss) if scaler else loss).backward()
-        # clone: a detached mean would keep the whole elementwise loss alive.
-        part = torch.stack([x.detach() for x in compared]).clone() / n_parts
-        sums.append(part)
+        # A copy: a detached mean alone would keep the whole elementwise loss alive.
+        sums.append(torch.stack([x.detach() for x in compared]) / n_parts)
     values = torch.stack(sums).sum(dim=0)
     if scaler:
         scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
@@ -104,8 +106,8 @@ def train_step(
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     finite = values[0].isfinite() & (grad_norm.isfinite() if scaler is None else True)
     if broken is not None:
-        broken.copy_(torch.maximum(broken, (~finite).to(broken.dtype)))
-        optimizer.found_inf = broken  # type: ignore[attr-defined]  # fused AdamW skips if this is 1
+        broken += (broken > 0) | ~finite
+        optimizer.found_inf = broken.clamp(max=1)  # type: ignore[attr-defined]  # 1: AdamW skips
     if clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, grad_norm)
     if scaler:
@@ -200,7 +202,8 @@ def pretrain(
     config, path = configure(preset, overrides), Path(out)
     with claimed(path):
         try:
-            _train(open_images(data), str(data), path, config, stop_at)
+            source = str(data) if isinstance(data, str | Path) else type(data).__name__
+            _train(open_images(data), source, path, config, stop_at)
         except UserError:
             raise
         except torch.OutOfMemoryError as error:
@@ -224,13 +227,12 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
     per_epoch = steps_per_epoch(images, config)
     total = optim.epochs * per_epoch
     parts = shares(optim.batch_size, runtime.accumulate)
-    _set_threads(path, runtime.threads)
+    set_threads(path, runtime.threads)
     begin(path, config, source, images, device)
     model = build(config).to(device)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-    compiled = runtime.compile == "on" or (runtime.compile == "auto" and device.type == "cuda")
-    loss = torch.compile(compare, dynamic=False) if compiled else compare
+    loss = torch.compile(compare, dynamic=False) if should_compile(config, device) else compare
 
     ### Where it stands
     step = _resume(path, model, optimizer, scaler)
@@ -241,7 +243,7 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
         return
     batches = loader(images, config, step, pin=device.type == "cuda")
     broken = torch.zeros((), device=device)
-    saves = _Saves(path, model, optimizer, scaler, config, len(images))
+    saver = checkpoint.Saver(path, model, optimizer, scaler, config)
     save_every = runtime.save_every or per_epoch
     model.train()
 
@@ -255,7 +257,7 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
         return Batch(normalise(pixels), *masks), noise
 
     ### The loop
-    with _signals() as received, Ticker("pretrain", total, step) as ticker:
+    with signals() as received, Ticker("pretrain", total, step) as ticker:
         clock = _Clock(step)
         while step < total:
             now = rates(optim, step, per_epoch)
@@ -281,8 +283,8 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
             if (log or save or device.type == "cpu") and bool(broken):
                 raise NonFiniteError(
-                    f"{path}: the loss or its gradient is not finite, in or shortly before step "
-                    f"{step}; the last checkpoint is untouched: lower --optim.lr, set "
+                    f"{path}: the loss or its gradient is not finite at step "
+                    f"{step + 1 - int(broken)}, no update was made from it; lower --optim.lr, set "
                     f"--optim.clip_grad 1, or use --runtime.precision fp32"
                 )
             if log:
@@ -296,7 +298,7 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
                     f"  {line['images_per_s']:.0f} img/s",
                 )
             if save:
-                saves.save(step, final=step == total or stopping)
+                saver.save(step, final=step == total or stopping)
             if stopping and step < total:
                 if received:
                     raise InterruptedRunError(
@@ -330,60 +332,6 @@ def _resume(
     return about["step"]
 
 
-class _Saves:
-    """Saves checkpoints; a disk that is full for a while does not end the run."""
-
-    def __init__(
-        self,
-        path: Path,
-        model: MaskedImageModel,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        config: Config,
-        n_images: int,
-    ) -> None:
-        self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
-        self.keep, self.failed = config.runtime.keep, 0
-        self.about = {"config": config.model_dump(mode="json"), "images": n_images}
-
-    def save(self, step: int, *, final: bool) -> None:
-        about = self.about | {"scaler": self.scaler.state_dict() if self.scaler else None}
-        try:
-            checkpoint.save(
-                self.path, self.model, self.optimizer, step=step, about=about, keep=self.keep
-            )
-            self.failed = 0
-        except (OSError, RuntimeError) as error:  # safetensors wraps an OSError in its own
-            self.failed += 1
-            what = f"{self.path}: the checkpoint of step {step} could not be written: {error}"
-            if final or self.failed == SAVES_TO_FAIL:
-                raise StorageError(f"{what}; make room and run the same command again") from None
-            warn(f"{what}; training goes on")
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
-    received: list[int] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        if received:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        received.append(number)
-
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever owns it gets the signals
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, previous in old.items():
-            signal.signal(number, previous)
-
-
 class _Clock:
     """Images per second since it was last read."""
 
@@ -404,26 +352,3 @@ def _norms(model: MaskedImageModel) -> dict[str, float]:
         "norm_A": float(predictor.noise_layer.weight.detach().norm()),
         "norm_mask_token": float(predictor.positions.mask_token.detach().norm()),
     }
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast; None is float32 throughout."""
-    if name == "auto":
-        if device.type == "cpu":
-            return None
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def _set_threads(path: Path, wanted: int | None) -> None:
-    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
-    if wanted is None and (path / "run.json").exists():
-        wanted = Run(path).about["starts"][0]["threads"]
-    if wanted is not None:
-        torch.set_num_threads(wanted)

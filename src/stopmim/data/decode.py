@@ -1,0 +1,146 @@
+"""From the bytes of an image file to pixels, whatever the bytes.
+
+How the unusual becomes 8-bit RGB:
+
+    EXIF orientation     applied
+    alpha, transparency  composed over white
+    CMYK, palette, 1-bit Pillow's conversion, without colour profiles
+    16-bit grey          65535 is white (Pillow's own `convert` would make 40000 white)
+    32-bit grey, float   values outside 0..65535, and all floats: from its own minimum to maximum
+    animation, MPO       the first picture
+"""
+
+import contextlib
+import io
+import os
+import re
+import threading
+import warnings
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+try:
+    import simplejpeg
+except ImportError:  # the extra `fast`
+    simplejpeg = None
+
+# Where Pillow begins to warn of a decompression bomb; 358 MB when decoded.
+MAX_PIXELS = 89_478_485
+
+# Pillow would try all it knows, and for EPS run ghostscript on a file that is called x.jpg.
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP")
+
+ORIENTATION = 0x0112
+# The tag in either byte order, or in XMP. Orientation 1 is the one value that needs no work.
+_ORIENTATION_TAG = re.compile(
+    rb"\x01\x12\x00[\x01-\x0d]\x00\x00\x00\x01(?!\x00\x01)"
+    rb"|\x12\x01[\x01-\x0d]\x00\x01\x00\x00\x00(?!\x01\x00)"
+    rb"|tiff:Orientation"
+)
+
+# `warnings.catch_warnings` swaps a list that belongs to the process: one thread at a time. Pillow
+# decodes with the GIL held, so that this costs nothing. A worker must not be forked in between.
+_quiet = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_quiet.acquire, after_in_parent=_quiet.release, after_in_child=_quiet.release
+    )
+
+
+class BadImageError(Exception):
+    """One image that cannot be used; the text is the reason, in one line."""
+
+
+def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """RGB pixels (H, W, 3), uint8, C-contiguous and writable.
+
+    `max_pixels` is checked in the header, before memory is taken. To go beyond `MAX_PIXELS` raise
+    Pillow's own limit as well. Whatever is wrong with the bytes comes out as `BadImageError`.
+    """
+    if not data:
+        raise BadImageError("empty file")
+    try:
+        image = _decode_plain_jpeg(data, max_pixels)
+        if image is None:
+            with _quiet, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                image = _decode_with_pillow(data, max_pixels)
+    except BadImageError:
+        raise
+    except UnidentifiedImageError:
+        raise BadImageError("not an image of a known format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadImageError(f"more than {max_pixels} pixels") from None
+    except Exception as error:  # plugins raise nearly everything on damaged files
+        text = " ".join(str(error).split())[:100]
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
+    return np.ascontiguousarray(image)
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise BadImageError(f"{width}x{height} is more than {max_pixels} pixels")
+
+
+def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
+    """A JPEG by simplejpeg, or None for what Pillow should see: anything in the least unusual."""
+    if simplejpeg is None or data[:2] != b"\xff\xd8":
+        return None
+    at = 2
+    while data[at : at + 1] == b"\xff" and data[at + 1 : at + 2] not in (b"\xda", b"\xff"):
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    if data[at : at + 2] != b"\xff\xda" or _ORIENTATION_TAG.search(data, 0, at):
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        if colours not in ("RGB", "YCbCr", "Gray"):
+            return None
+        _check_size(height, width, max_pixels)
+        return simplejpeg.decode_jpeg(data)
+    except ValueError:
+        # Pillow forgives a few stray bytes, and which files are bad must not depend on an extra.
+        return None
+
+
+def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        _check_size(image.height, image.width, max_pixels)
+        image.load()
+        pixels = _to_rgb(image)
+        orientation = 1
+        # Damaged EXIF does not make the pixels bad. After load(): PNG may keep it at its end.
+        with contextlib.suppress(Exception):
+            orientation = image.getexif().get(ORIENTATION, 1)
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    if image.mode == "F" or image.mode.startswith("I"):
+        return np.repeat(_to_grey8(np.asarray(image))[:, :, None], 3, axis=2)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return np.array(image.convert("RGB"))
+
+
+def _to_grey8(values: np.ndarray) -> np.ndarray:
+    """Integers or floats (H, W) to uint8; not-a-number is black."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        raise BadImageError("no pixel has a finite value")
+    low, high = float(known.min()), float(known.max())
+    if values.dtype.kind != "f" and low >= 0 and high <= 65535:
+        low, high = 0.0, 65535.0
+    scale = 255.0 / (high - low) if high > low else 0.0
+    scaled = (np.nan_to_num(values.astype(np.float64), nan=low) - low) * scale
+    return np.rint(scaled.clip(0, 255)).astype(np.uint8)

@@ -1,0 +1,143 @@
+"""Crops on the CPU, one image at a time; flip, grey, blur and normalisation on the device.
+
+Shapes: B images, S pixels along one edge of a crop. Up to the device images are uint8; `augment`
+and `normalise` return float32. Nothing here waits for the device.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
+
+Mode = Literal["bilinear", "bicubic"]
+
+# Longest strip, in multiples of its width, that `center_crop` resizes whole.
+LONGEST = 4
+
+
+class Box(NamedTuple):
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def crop_box(
+    rng: np.random.Generator,
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Box:
+    """A random part of the image, drawn as torchvision's RandomResizedCrop does.
+
+    Args:
+        scale: range of the area, as a fraction of the image.
+        ratio: range of width over height, uniform in its logarithm. An image that is longer than
+            this ratio for ten draws gets its largest central part that is not.
+    """
+    log_ratio = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        area = height * width * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(*log_ratio))
+        h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < h <= height and 0 < w <= width:
+            top, left = rng.integers(0, (height - h, width - w), endpoint=True).tolist()
+            return Box(top, left, h, w)
+    h = min(height, round(width / ratio[0]))
+    w = min(width, round(height * ratio[1]))
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def _resize(image: np.ndarray, height: int, width: int, mode: Mode) -> Tensor:
+    # A view in the memory order H, W, 3: made contiguous as 3, H, W it would take half as long
+    # again. torch warns of arrays that cannot be written, so those are copied.
+    pixels = torch.from_numpy(np.require(image, requirements="W")).permute(2, 0, 1)[None]
+    return F.interpolate(pixels, (height, width), mode=mode, antialias=True)[0]
+
+
+def resized_crop(
+    image: np.ndarray, box: tuple[int, int, int, int], size: int, mode: Mode = "bilinear"
+) -> Tensor:
+    """The `box` (top, left, height, width) of `image` (H, W, 3), resized to (3, S, S) uint8."""
+    top, left, height, width = box
+    return _resize(image[top : top + height, left : left + width], size, size, mode)
+
+
+def center_crop(
+    image: np.ndarray, size: int, resize: int | None = None, mode: Mode = "bilinear"
+) -> Tensor:
+    """The middle (3, S, S) of `image` (H, W, 3) with its shorter side resized to `resize`, uint8.
+
+    Without `resize` the shorter side becomes `size`: a square image is resized and not cropped.
+    """
+    short = size if resize is None else resize
+    if short < size:
+        raise ValueError(f"cannot crop {size} pixels from a side resized to {short}")
+    height, width = image.shape[:2]
+    # Resized whole, a strip of 1 x 65535 pixels would take 13 GB, nearly all of it to be cut off.
+    longest = LONGEST * min(height, width)
+    top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+    image = image[top : top + longest, left : left + longest]
+    height, width = image.shape[:2]
+    if height < width:
+        height, width = short, int(short * width / height)
+    else:
+        height, width = int(short * height / width), short
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return _resize(image, height, width, mode)[:, top : top + size, left : left + size]
+
+
+def draw_augmentation(rng: np.random.Generator) -> np.ndarray:
+    """(3,) float32 for one image: flip (0 or 1), grey (0 or 1), radius of the blur (0 for none).
+
+    The chances are those of the released StoP code (src/data_manager.py:92-126).
+    """
+    chance = rng.random(3)
+    radius = rng.uniform(0.1, 2.0)
+    return np.array([chance[0] < 0.5, chance[1] < 0.2, radius * (chance[2] < 0.5)], np.float32)
+
+
+def augment(images: Tensor, numbers: Tensor) -> Tensor:
+    """Flipped, greyed, blurred, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
+
+    Args:
+        numbers: (B, 3), one row of `draw_augmentation` per image.
+    """
+    flip, grey, radius = numbers.view(-1, 3, 1, 1, 1).unbind(1)  # 3 x (B, 1, 1, 1)
+    images = torch.where(flip > 0, images.flip(-1), images)
+    red, green, blue = images.unbind(1)  # 3 x (B, H, W)
+    luma = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
+    images = torch.where(grey > 0, luma[:, None], images)  # uint8 -> float32
+    return torch.where(radius > 0, _blur(images, radius[:, 0]), images)
+
+
+def _blur(images: Tensor, radius: Tensor) -> Tensor:
+    """Gaussian blur of (B, 3, H, W) with standard deviations (B, 1, 1), as Pillow names radius.
+
+    One matrix per image and axis: row i of it weighs the pixels by their distance from pixel i.
+    The weights add up to one at the border too, so that borders do not darken.
+    """
+
+    def weights(n: int) -> Tensor:
+        x = torch.arange(n, device=images.device)
+        log_weight = (x[:, None] - x) ** 2 / (-2 * radius.clamp(min=0.1) ** 2)  # (B, n, n)
+        # exp(-30) is nothing beside a pixel; numbers below exp(-87) triple the time on CPUs.
+        return log_weight.clamp(min=-30).softmax(dim=-1)[:, None]  # (B, 1, n, n)
+
+    # bfloat16 has as many digits as a pixel; the sum of many needs more.
+    with torch.autocast(images.device.type, enabled=False):
+        return weights(images.shape[2]) @ images @ weights(images.shape[3]).mT
+
+
+def normalise(images: Tensor) -> Tensor:
+    """(B, 3, H, W) of 0 to 255, uint8 or float32, to float32 with ImageNet's mean and deviation."""
+    # Channel by channel with plain numbers: a tensor of constants would be copied to the device.
+    return torch.stack([(images[:, c] - 255 * MEAN[c]) / (255 * STD[c]) for c in range(3)], dim=1)

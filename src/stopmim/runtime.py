@@ -1,0 +1,66 @@
+"""What a run is carried out with: device, precision, threads, and the signals it may get."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from stopmim.config import Config
+from stopmim.errors import UserError
+from stopmim.run import Run
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast; None is float32 throughout."""
+    if name == "auto":
+        if device.type == "cpu":
+            return None
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def should_compile(config: Config, device: torch.device) -> bool:
+    """Whether to compile the loss. The released masks change shape at every step: not those."""
+    if config.runtime.compile != "auto":
+        return config.runtime.compile == "on"
+    return device.type == "cuda" and config.masking.compat != "released"
+
+
+def set_threads(path: Path, wanted: int | None) -> None:
+    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
+    if wanted is None and (path / "run.json").exists():
+        wanted = Run(path).about["starts"][0]["threads"]
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever owns it gets the signals
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
