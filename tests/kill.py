@@ -1,8 +1,8 @@
 """Runs that are killed (-9), in forks of a process that has torch loaded: no import per kill.
 
-Called by test_kill.py as ``python kill.py FOLDER POINT...``; a point is ``name@count``. Every point is
-one run that is killed there, started again, and compared with a run that was left alone. Several
-points joined by ``,`` are kills one after the other in the same run.
+Called by test_kill.py as ``python kill.py FOLDER POINT...``; a point is ``name@count``. Every point
+is one run that is killed there, started again, and compared with a run that was left alone.
+Several points joined by ``,`` are kills one after the other in the same run.
 """
 
 import os
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny import NoiseImages, assert_same_run, tiny
 
 from stopmim import Run, pretrain
+from tiny import NoiseImages, assert_same_run, tiny
 
 
 def attempt(out: Path, fault: str | None) -> int:

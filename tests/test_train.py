@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stopmim import Run, checkpoint, pretrain, train
+from stopmim.config import Config
 from stopmim.data import loader, open_images, shares
 from stopmim.errors import (
     CheckpointError,
@@ -23,7 +25,7 @@ from stopmim.errors import (
     StorageError,
     UserError,
 )
-from stopmim.mim import build
+from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
 from stopmim.run import claimed
 from stopmim.train import draw_masks, draw_noise
@@ -221,15 +223,20 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     steps = 0
     real = train.compare
 
-    def third_is_nan(*args: Any) -> train.Compared:
+    def second_is_nan(*args: Any) -> train.Compared:
         nonlocal steps
         steps += 1
         out = real(*args)
         return out._replace(loss=out.loss * float("nan")) if steps == 2 else out
 
-    models = []
-    monkeypatch.setattr(train, "compare", third_is_nan)
-    monkeypatch.setattr(train, "build", lambda config: models.append(build(config)) or models[-1])
+    models: list[MaskedImageModel] = []
+
+    def keep(config: Config) -> MaskedImageModel:
+        models.append(build(config))
+        return models[-1]
+
+    monkeypatch.setattr(train, "compare", second_is_nan)
+    monkeypatch.setattr(train, "build", keep)
     with pytest.raises(NonFiniteError, match="step 6") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
     assert caught.value.exit_code == 6
@@ -307,7 +314,7 @@ def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_survived_once_and_reported_at_the_end(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = checkpoint.save_file, 0
+    real, calls = save_file, 0
 
     def full(tensors: Any, path: Path) -> None:
         nonlocal calls

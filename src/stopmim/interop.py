@@ -38,6 +38,8 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
         branch: "target" is the EMA encoder, which the papers evaluate; "context" the trained one.
         heads: attention heads, needed for a released file whose width is not a known size.
     """
+    if branch not in ("target", "context"):
+        raise ValueError(f'branch must be "target" or "context", got {branch!r}')
     model = load_model(path, heads)
     return model.target_encoder if branch == "target" else model.encoder
 
@@ -75,6 +77,10 @@ def _load_released(path: Path, heads: int | None) -> MaskedImageModel:
             raise CheckpointError(f"{path}: no {name} in it; its top-level keys are {keys}")
         # "module." is DistributedDataParallel's; StoP without a launcher has none.
         parts[name] = {str(k).removeprefix("module."): v for k, v in tree[name].items()}
+        for key, value in parts[name].items():
+            if not isinstance(value, Tensor):
+                what = type(value).__name__
+                raise CheckpointError(f"{path}: {name}: {key} is no tensor but {what}")
     encoder = encoder_like(parts["encoder"], str(path), heads)
     model = MaskedImageModel(encoder, predictor_like(parts["predictor"], encoder, str(path)))
     for name, module in model.named_children():
@@ -100,6 +106,8 @@ def encoder_like(weights: State, source: str, heads: int | None) -> VisionTransf
         width, _, patch, _ = weights["patch_embed.proj.weight"].shape
         side = math.isqrt(weights["pos_embed"].shape[1])
         hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        if not min(width, patch, side, hidden):
+            raise ValueError("an empty tensor")
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{source}: not an I-JEPA encoder: {error}") from None
     if side * side != weights["pos_embed"].shape[1]:
@@ -109,31 +117,40 @@ def encoder_like(weights: State, source: str, heads: int | None) -> VisionTransf
     known = {size.width: size.heads for size in SIZES.values()}
     if heads is None and width not in known:
         raise CheckpointError(f"{source}: width {width} is no known size; say heads=...")
-    depth = _depth(weights, "blocks.")
-    return VisionTransformer(
-        side * patch, patch, width, depth, heads or known[width], mlp_ratio=hidden / width
-    )
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
+    depth, heads = _depth(weights, "blocks."), heads or known[width]
+    try:
+        return VisionTransformer(side * patch, patch, width, depth, heads, mlp_ratio=hidden / width)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
 
 
 def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> Predictor:
     """A predictor of the architecture and variant of `weights`, from released code.
 
     StoP and I-JEPA save the same keys and use them differently, but create them in a different
-    order: `mask_token` comes before the other layers in I-JEPA and after them in StoP.
+    order: `mask_token` comes before `predictor_pos_embed` in I-JEPA and after it in StoP.
     """
     try:
         width = weights["predictor_embed.weight"].shape[0]
         names = list(weights)
-        stop = names.index("mask_token") > names.index("predictor_embed.weight")
+        stop = names.index("mask_token") > names.index("predictor_pos_embed")
+        if not width:
+            raise ValueError("an empty tensor")
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{source}: not an I-JEPA predictor: {error}") from None
     positions: Positions
-    if stop:
-        sigma = (0.2 if encoder.width == SIZES["h"].width else 0.25) ** 2
-        positions = StochasticPositions(encoder.side, width, sigma, bias="project")
-    else:
-        positions = Positions(encoder.side, width)
-    return Predictor(positions, encoder.width, _depth(weights, "predictor_blocks."), encoder.heads)
+    try:
+        if stop:
+            sigma = (0.2 if encoder.width == SIZES["h"].width else 0.25) ** 2
+            positions = StochasticPositions(encoder.side, width, sigma, bias="project")
+        else:
+            positions = Positions(encoder.side, width)
+        depth = _depth(weights, "predictor_blocks.")
+        return Predictor(positions, encoder.width, depth, encoder.heads)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
 
 
 def fill(module: nn.Module, weights: State, source: str) -> None:

@@ -127,7 +127,9 @@ def check_multiblock(
     for name, (low, high) in (("target_scale", target_scale), ("context_scale", context_scale)):
         if not 0 < low <= high <= 1:
             raise ValueError(f"{name} must be 0 < smallest <= largest <= 1, got {low}, {high}")
-    if not 0 < target_aspect[0] <= target_aspect[1]:
+    if compat not in (None, "released"):
+        raise ValueError(f'compat must be "released" or None, got {compat!r}')
+    if not 0 < target_aspect[0] <= target_aspect[1] < math.inf:
         raise ValueError(f"target_aspect must be 0 < smallest <= largest, got {target_aspect}")
     target_blocks = possible_blocks(side, target_scale, target_aspect, compat=compat)
     context_blocks = possible_blocks(side, context_scale, (1.0, 1.0), compat=compat)
@@ -151,6 +153,11 @@ def check_multiblock(
                     f"released sampler, which wants more than {RELEASED_MIN_KEEP} patches and "
                     f"would try for ever; leave out compat, raise {name}_scale, or use a finer grid"
                 )
+        if context_length is not None:
+            raise ValueError(
+                f"context_length {context_length} has no effect with compat released, which cuts "
+                f"contexts to the shortest of the batch; leave out one of them"
+            )
         return
     length = default_context_length(side) if context_length is None else context_length
     if length < 1:
@@ -218,9 +225,13 @@ def multiblock(
             context_scale=context_scale,
             compat=compat,
         )
+    if max(*sizes.target, *sizes.context) > side or min(sizes.target) < 1:
+        raise ValueError(f"sizes {sizes} do not fit a grid of {side}x{side}; see draw_sizes")
     if compat == "released":
         return _released(batch, side, targets, sizes, generator)
     length = default_context_length(side) if context_length is None else context_length
+    if sizes.context.area - sizes.target.area < length:
+        raise ValueError(f"sizes {sizes} leave fewer than {length} patches to see; see draw_sizes")
     places = _places(sizes.target, (CANDIDATES, targets, batch), side, 1, generator)
     places[-1] = places[-1, :1]  # the candidate that always fits: all targets in one place
     context = _places(sizes.context, (CANDIDATES, batch), side, 1, generator)

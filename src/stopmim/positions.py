@@ -5,7 +5,7 @@ width. `index` is int64 patch numbers in row-major order and may have any leadin
 """
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,11 @@ Base = Literal["sincos", "learned"]
 Covariance = Literal["projected", "fixed"]
 Bias = Literal["mask_token", "project"]
 Tokens = Literal["masked", "context"]
+
+
+def _one_of(name: str, value: str, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
 
 
 def sincos_2d(side: int, width: int) -> Tensor:
@@ -46,6 +51,8 @@ class Positions(nn.Module):
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
     ) -> None:
         super().__init__()
+        _one_of("base", base, get_args(Base))
+        _one_of("bias", bias, get_args(Bias))
         self.side, self.width, self.bias = side, width, bias
         if base == "learned":
             self.table = nn.Parameter(0.02 * torch.randn(1, side * side, width))
@@ -57,6 +64,7 @@ class Positions(nn.Module):
 
     def mean(self, index: Tensor, tokens: Tokens = "masked") -> Tensor:
         """The position without noise, (..., P): psi_j, and m~ on masked tokens."""
+        _one_of("tokens", tokens, get_args(Tokens))
         token = self.table[0, index]
         if tokens == "masked" and self.bias == "mask_token":
             token = token + self.mask_token[0, 0]
@@ -105,6 +113,7 @@ class StochasticPositions(Positions):
         bias: Bias = "mask_token",
     ) -> None:
         super().__init__(side, width, base=base, bias=bias)
+        _one_of("covariance", covariance, get_args(Covariance))
         if not 0 <= sigma < math.inf:
             raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
         self.sigma, self.covariance = sigma, covariance

@@ -48,6 +48,8 @@ class Predictor(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
+        if noisy not in ("masked", "context", "both"):
+            raise ValueError(f"noisy must be masked, context or both, got {noisy!r}")
         width = positions.width
         if width % heads:
             raise ValueError(f"predictor width {width} is not divisible by {heads} heads")
@@ -98,6 +100,12 @@ class Predictor(nn.Module):
         The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
         """
         noise = noise or Noise()
+        for tokens, given, noisy in (
+            ("masked", noise.masked, self.noisy_masked),
+            ("context", noise.context, self.noisy_context),
+        ):
+            if given is not None and not noisy:
+                raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
         blocks, batch, _ = target_index.shape
         c = self.predictor_embed(context) + self._positions(  # c_i = A s_i + psi_i
             context_index, noise.context, "context", self.noisy_context

@@ -185,7 +185,7 @@ def tiny_cpu() -> Config:
     ``stopmim pretrain scenes:8192:48 --preset tiny_cpu --out runs/tiny``
 
     What keeps so small a model from collapsing in so few updates: a predictor as wide and deep as
-    the encoder, small targets, and a target encoder that begins almost still (EMA 0.999) and follows
+    the encoder, small targets, and a target encoder that begins almost still (EMA 0.999). It follows
     faster later, the reverse of a long run, so that it has caught up with the encoder at the end.
     """
     return Config(

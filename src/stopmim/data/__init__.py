@@ -5,6 +5,7 @@ a run is resumed at changes a sample.
 """
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,7 +148,8 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
             collate_fn=_collate,
             pin_memory=pin,
             prefetch_factor=4 if workers else None,
-            generator=torch.Generator(),  # torch seeds workers from it; the global one is the user's
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # the seeds of workers: the global one is the user's
         )
         parts = iter(batches)
     try:
@@ -159,6 +161,12 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
             f"a worker process that reads images died ({str(error).splitlines()[0]}); "
             f"too little memory? try --runtime.workers {max(0, workers // 2)}"
         ) from None
+
+
+def _ignore_signals(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal: workers go on until the run has saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def steps_per_epoch(images: Images, config: Config) -> int:
