@@ -59,15 +59,32 @@ def test_pixels_and_labels_are_the_same_on_every_machine() -> None:
     made = Scenes(48)
     images = hashlib.sha256(made.images.tobytes()).hexdigest()
     labels = hashlib.sha256(b"".join(made.labels[k].tobytes() for k in LABELS)).hexdigest()
-    assert images == "66ae6f23e196f1942096fc4954b2d3e2aae3102835f8c9713d94649956c1887b"
-    assert labels == "f251bbc0ec99611a54a329de4f4aa5a7d870a5ced9c98beff281f5d5900783d3"
+    assert images == "c5533b9c0fb68d6941b0fcde9f04eef42a423543181e45daebc596952fcb9802"
+    assert labels == "0d23292b3958601003fb0912660a7b51b287bc7d5415ed70c33f91fd6efbf749"
+
+
+def assert_equal(a: Scenes, b: Scenes) -> None:
+    assert np.array_equal(a.images, b.images)
+    for name in LABELS:
+        assert np.array_equal(a.labels[name], b.labels[name])
 
 
 def test_a_scene_does_not_depend_on_how_many_are_made() -> None:
     few, many = Scenes(10, size=32), Scenes(75, size=32)
-    assert np.array_equal(few.images, many.images[:10])
-    for name in LABELS:
-        assert np.array_equal(few.labels[name], many.labels[name][:10])
+    many.images = many.images[:10]
+    many.labels = {name: values[:10] for name, values in many.labels.items()}
+    assert_equal(few, many)
+
+
+def test_neither_threads_nor_the_size_of_the_pieces_change_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Scenes(100, size=32, threads=1)
+    monkeypatch.setattr(scenes, "PIXELS", 7 * 32 * 32)
+    for batch in (23, 100):
+        monkeypatch.setattr(scenes, "BATCH", batch)
+        for threads in (1, 3):
+            assert_equal(whole, Scenes(100, size=32, threads=threads))
 
 
 def test_a_scene_looks_the_same_alone_and_among_others() -> None:
@@ -76,12 +93,6 @@ def test_a_scene_looks_the_same_alone_and_among_others() -> None:
         image, body = render(scene, 40)
         assert np.array_equal(image, images[i])
         assert np.array_equal(body, ids[i])
-
-
-def test_the_number_of_threads_changes_nothing() -> None:
-    one, three = Scenes(100, size=32, threads=1), Scenes(100, size=32, threads=3)
-    assert np.array_equal(one.images, three.images)
-    assert all(np.array_equal(one.labels[k], three.labels[k]) for k in LABELS)
 
 
 def test_another_seed_gives_other_scenes() -> None:
@@ -164,7 +175,6 @@ def test_bodies_never_touch() -> None:
 
 def test_there_is_a_place_for_ten_even_if_no_try_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "TRIES", 0)
-    monkeypatch.setattr(scenes, "PER_BODY", 5)
     made = [sample(0, i) for i in range(50)]
     assert max(len(scene.bodies) for scene in made) == 10
     assert min(min(gaps(scene)) for scene in made) > 0.1

@@ -113,6 +113,9 @@ Command = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; errors.py has the meaning of each."""
+    # Threads that wait by spinning make a run several times slower as soon as anything else wants
+    # a core. Read when torch is loaded, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words  # for us: a traceback instead of one line
     try:

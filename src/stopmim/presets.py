@@ -185,14 +185,14 @@ def tiny_cpu() -> Config:
     ``stopmim pretrain scenes:8192:48 --preset tiny_cpu --out runs/tiny``
 
     What keeps so small a model from collapsing in so few updates: a predictor as wide and deep as
-    the encoder, small targets, and a target encoder that begins almost still (EMA 0.999). It follows
+    the encoder, small targets, and a target encoder that begins almost still (EMA 0.999). It moves
     faster later, the reverse of a long run, so that it has caught up with the encoder at the end.
     """
     return Config(
         arch="vit_micro6",
         image_size=48,
         data=DataConfig(crop_scale=(0.6, 1.0)),
-        masking=MaskingConfig(target_scale=(0.06, 0.1), context_length=32),
+        masking=MaskingConfig(targets=2, target_scale=(0.06, 0.1), context_length=32),
         predictor=PredictorConfig(width=96, depth=4),
         optim=OptimConfig(
             epochs=10,

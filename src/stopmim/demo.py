@@ -1,0 +1,99 @@
+"""Five minutes on two CPU cores: pretrain on embedded scenes, evaluate, write a report."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from stopmim import report
+from stopmim.console import console, duration, say
+from stopmim.data.scenes import Scenes
+from stopmim.evals import Result, wilson_interval
+from stopmim.evals.features import extract, rankme
+from stopmim.evals.knn import knn_accuracy
+from stopmim.evals.linear import linear_probe
+from stopmim.mim import build
+from stopmim.run import Run
+from stopmim.train import pretrain
+from stopmim.vit import Encoder
+
+TRAIN, PROBE, TEST = 8192, 4096, 2048  # scenes to pretrain on, to fit probes on, to test on
+QUESTIONS = ("count", "distance", "shape")  # objects; depth and shape of the nearest one
+
+
+def demo(out: Path, changes: dict[str, Any]) -> Run:
+    """Runs everything and says where the report is."""
+    begin = time.monotonic()
+    say(f"rendering {TRAIN} scenes to learn from")
+    images = Scenes(TRAIN, size=48, seed=0)
+    run = pretrain(images, out, "tiny_cpu", **changes)
+    say(f"evaluating frozen features on {TEST} new scenes, {PROBE} labelled ones to learn from")
+    results = evaluate(run)
+    (out / "results.jsonl").unlink(missing_ok=True)
+    for result in results:
+        run.add_result(**result.as_dict())
+    page = report.write(run, images)
+    console.print(table(results))
+    say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
+    return run
+
+
+def evaluate(run: Run) -> list[Result]:
+    """What k-NN and a linear classifier read off the features, against the untrained network's."""
+    size, seed = run.config.image_size, run.config.seed
+    probe, test = Scenes(PROBE, size, seed=1), Scenes(TEST, size, seed=2)
+    untrained = build(run.config).target_encoder.eval()
+
+    def features(encoder: Encoder) -> tuple[Tensor, Tensor]:
+        return extract(encoder, probe, size=size), extract(encoder, test, size=size)
+
+    before, after = features(untrained), features(run.encoder())
+    results = []
+    for label in QUESTIONS:
+        y, test_y = (torch.from_numpy(scenes.labels[label]) for scenes in (probe, test))
+
+        def knn(x: tuple[Tensor, Tensor], y: Tensor = y, test_y: Tensor = test_y) -> float:
+            return knn_accuracy(x[0], y, x[1], test_y)
+
+        def linear(x: tuple[Tensor, Tensor], y: Tensor = y, test_y: Tensor = test_y) -> float:
+            return linear_probe(x[0], y, x[1], test_y, seed=seed).accuracy
+
+        for protocol, accuracy in (("knn", knn), ("linear", linear)):
+            value = accuracy(after)
+            results.append(
+                Result(
+                    name="accuracy",
+                    protocol=protocol,
+                    label=label,
+                    value=value,
+                    interval=wilson_interval(round(value * TEST), TEST),
+                    n=TEST,
+                    selection="held-out" if protocol == "linear" else "none",
+                    seed=seed,
+                    random_init=accuracy(before),
+                )
+            )
+    rank = {"name": "rankme", "protocol": "rankme", "label": "", "interval": None, "n": TEST}
+    value, random_init = rankme(after[1]), rankme(before[1])
+    results.append(
+        Result(value=value, random_init=random_init, selection="none", seed=seed, **rank)  # type: ignore[arg-type]
+    )
+    return results
+
+
+def table(results: list[Result]) -> Table:
+    shown = Table("protocol", "question", "random init", "trained", "95 % interval")
+    for result in results:
+        low, high = result.interval or (float("nan"), float("nan"))
+        percent = result.name == "accuracy"
+        shown.add_row(
+            result.protocol,
+            result.label,
+            f"{result.random_init:.1%}" if percent else f"{result.random_init:.1f}",
+            f"{result.value:.1%}" if percent else f"{result.value:.1f}",
+            f"{low:.1%} to {high:.1%}" if percent else "",
+        )
+    return shown

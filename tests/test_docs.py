@@ -1,0 +1,92 @@
+"""What README and docs tell people to type works as it stands there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stopmim import pretrain
+from stopmim.cli import main, parse
+from tiny import NoiseImages, tiny, write_folder
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = [
+    pytest.param(line, id=f"{page.name}: {line}")
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+PYTHON = [
+    pytest.param(block, id=f"{page.name} {i}")
+    for page in PAGES
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("line", SHELL)
+def test_a_command_works_as_written(line: str) -> None:
+    match shlex.split(line, comments=True):
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+        case ["stopmim", "pretrain", *words]:
+            assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
+        case ["stopmim", ("demo" | "bench") as command, *words]:
+            assert parse([command, *words]) is not None
+        case ["stopmim", *words]:
+            assert main(words) == 0
+        case ["python", script]:
+            assert ROOT / script in EXAMPLES  # run below
+        case ["pip", "install", *_]:
+            assert "stopmim" in line or " -e " in line or "torch" in line
+        case _:
+            pytest.fail(f"no rule for {line!r}")
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_a_python_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "my_images", 16)
+    pretrain(NoiseImages(), tmp_path / "runs" / "first", tiny(), stop_at=1)
+    # What the reader of such a block has at hand.
+    names: dict[str, Any] = {
+        "images": torch.randn(2, 3, 48, 48),
+        "context_index": torch.arange(12).expand(2, 12),
+        "masked_index": torch.arange(20, 26).expand(2, 6),
+        "context": torch.randn(2, 12, 192),
+    }
+    code = compile(block, "block", "exec")
+    runner: Any = __builtins__["exec"] if isinstance(__builtins__, dict) else __builtins__.exec
+    runner(code, names)
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_map_of_files_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text()
+    source = ROOT / "src" / "stopmim"
+    for path in source.iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert f"`{path.name}/`" in text, path.name
+        elif path.suffix == ".py" and not path.name.startswith("_"):
+            assert f"`{path.name}`" in text, path.name
