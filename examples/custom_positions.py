@@ -1,6 +1,6 @@
 """StoP in somebody else's predictor: the three lines marked <- are all there is to it.
 
-    python examples/custom_positions.py
+python examples/custom_positions.py
 """
 
 import torch

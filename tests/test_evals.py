@@ -276,10 +276,10 @@ def test_at_the_optimum_the_gradient_is_zero(n: int, d: int, l2: float, intercep
     assert weights.shape == (4, d + intercept)
     start = gradient(torch.zeros_like(weights), x, y, l2, intercept=intercept)
     left = gradient(weights, x, y, l2, intercept=intercept)
-    assert left.norm() < 1e-5 * start.norm()
+    assert left.norm() < 1e-4 * start.norm()
     value = float(objective(weights, x, y, l2, intercept=intercept))
     if not intercept:  # at most ||gradient||^2 / (2 l2) above the least, by strong convexity
-        assert float(left.norm()) ** 2 / (2 * l2) < 1e-8 * value
+        assert float(left.norm()) ** 2 / (2 * l2) < 1e-9 * value
 
 
 def test_a_looser_tolerance_is_kept_as_well() -> None:
@@ -405,14 +405,14 @@ def test_the_probe_is_fitted_to_all_of_train_with_the_chosen_l2() -> None:
 
 
 def test_l2_is_chosen_on_samples_that_were_not_fitted() -> None:
-    # 150 samples in 60 dimensions of noise: with next to no penalty the noise is fitted as well.
-    y = torch.arange(150) % 5
-    x = F.pad(F.one_hot(y, 5), (0, 55)) + torch.randn(150, 60, generator=seeded())
+    # Four of five labels are 0, and the features say nothing: to learn them by heart is a mistake.
+    x, y = noise(300, 250, 5)
+    y = (y == 0).long()
     z = standardise(x, x)
-    strict, free = ((z @ fit_logistic(z, y, l2).T).argmax(dim=1) == y for l2 in (1.0, 1e-5))
+    strict, free = ((z @ fit_logistic(z, y, l2).T).argmax(dim=1) == y for l2 in (10.0, 1e-5))
     assert free.all()
     assert not strict.all()  # so that the fitted samples would say 1e-5
-    assert [choose_l2(x, y, seed, (1.0, 1e-5)) for seed in range(3)] == [1.0] * 3
+    assert [choose_l2(x, y, seed, (10.0, 1e-5)) for seed in range(3)] == [10.0] * 3
 
 
 def test_of_equally_good_penalties_the_largest_is_chosen() -> None:

@@ -184,22 +184,22 @@ def tiny_cpu() -> Config:
 
     ``stopmim pretrain scenes:8192:48 --preset tiny_cpu --out runs/tiny``
 
-    What keeps so small a model from collapsing in so few updates: a predictor as wide and deep as
-    the encoder, small targets, and a target encoder that begins almost still (EMA 0.999). It moves
+    What keeps so small a model from collapsing in so few updates: a predictor as wide as the encoder
+    and almost as deep, a low learning rate, small targets, and a target encoder that begins almost still (EMA 0.999). It moves
     faster later, the reverse of a long run, so that it has caught up with the encoder at the end.
     """
     return Config(
         arch="vit_micro6",
         image_size=48,
         data=DataConfig(crop_scale=(0.6, 1.0)),
-        masking=MaskingConfig(targets=2, target_scale=(0.06, 0.1), context_length=32),
-        predictor=PredictorConfig(width=96, depth=4),
+        masking=MaskingConfig(targets=2, target_scale=(0.06, 0.1), context_length=24),
+        predictor=PredictorConfig(width=96, depth=3),
         optim=OptimConfig(
-            epochs=10,
-            batch_size=128,
-            lr=1e-3,
+            epochs=4,
+            batch_size=32,
+            lr=3e-4,
             start_lr=1e-4,
-            warmup_epochs=1,
+            warmup_epochs=0.5,
             ema=(0.999, 0.99),
         ),
     )

@@ -33,7 +33,7 @@ def fit_logistic(
     intercept: bool = False,
     *,
     classes: int | None = None,
-    tolerance: float = 1e-10,
+    tolerance: float = 1e-12,
 ) -> Tensor:
     """The weights (K, D), or (K, D + 1) with the intercept last, float64, that minimise
 
@@ -122,6 +122,8 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
     counts is measured in float64, between them.
     """
     n, d = x.shape
+    unit = float(x.square().mean().sqrt()) or 1.0  # float32 has no room for every unit there is
+    x, l2 = x / unit, l2 / unit**2
     mean = x.mean(dim=0) if intercept else x.new_zeros(d)
     variance, axes = torch.linalg.eigh((x - mean).T @ (x - mean) / n)  # (D,), (D, D)
     x, variance, penalty = (x - mean) @ axes, variance.clamp(min=0), torch.ones_like(variance)
@@ -137,7 +139,7 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
         gap = exact.gap(curvature)
         if gap <= goal or floor:
             weights, bias = weights[:, :d] @ axes.T, weights[:, d:]  # (K, D), (K, 1) or (K, 0)
-            return torch.cat([weights, bias - weights @ mean[:, None]], dim=1)
+            return torch.cat([weights / unit, bias - weights @ mean[:, None]], dim=1)
         dtype = torch.float64 if gap <= 10 * COARSE else dtype
         # A quarter of the average, which a few samples make: saves a sixth of the evaluations.
         scale = (exact.spread / l2 * variance / 4 + penalty).rsqrt()  # (D,)
@@ -147,12 +149,12 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
         enough = goal / 2 if dtype == torch.float64 else max(goal / 2, COARSE)
         if not _descend(inner, 4**i, enough, curvature * scale**2):
             # In float64, and nothing gained to speak of: this is as low as it can get.
-            floor = dtype == torch.float64 and begin - inner() <= 1e-12 * begin
+            floor = dtype == torch.float64 and begin - inner() <= 1e-13 * begin
             dtype = torch.float64
-        weights = scaled.double() * scale
+        weights = scaled.double() * scale if inner() <= begin else weights
     raise ValueError(
-        f"no optimum for l2 = {l2}: after {ROUNDS} rounds the objective may still be {gap:.0e} too "
-        f"large, relatively; use a larger l2, standardise the features, or allow more tolerance"
+        f"no optimum for l2 = {l2 * unit**2:.3g}: after {ROUNDS} rounds the objective may still be "
+        f"{gap:.0e} too large, relatively; use a larger l2 or allow more tolerance"
     )
 
 
@@ -170,7 +172,7 @@ def _descend(objective: _Objective, steps: int, enough: float, curvature: Tensor
         before = objective()
         lbfgs.step(objective)
         # What was asked last may lie beside where the line search ended: ask there.
-        if before - objective() <= STALLED[objective.x.dtype] * before:
+        if not before - objective() > STALLED[objective.x.dtype] * before:  # NaN: not, either
             return False
         if objective.gap(curvature) <= enough:
             break
