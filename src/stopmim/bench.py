@@ -23,7 +23,7 @@ from stopmim.data import shares
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates, set_rates
-from stopmim.plan import configure, multiblock_options
+from stopmim.plan import configure, size_options
 from stopmim.runtime import choose_device, choose_precision, should_compile
 from stopmim.train import compare, draw_masks, draw_noise, train_step
 
@@ -114,15 +114,14 @@ def likeliest_step(config: Config) -> int:
     """A step whose target blocks have the likeliest size, so that one shape is compiled."""
     if config.masking.kind == "random":
         return 0
-    options = multiblock_options(config.masking)
-    shape = {k: options[k] for k in ("target_scale", "target_aspect", "context_scale", "compat")}
+    options = size_options(config.masking)
     blocks = masking.possible_blocks(
-        config.side, shape["target_scale"], shape["target_aspect"], compat=shape["compat"]
+        config.side, options["target_scale"], options["target_aspect"], compat=options["compat"]
     )
     likeliest = max(blocks, key=lambda block: blocks[block])
     for step in range(10_000):
         generator = torch_generator("sizes", config.seed, step)
-        if masking.draw_sizes(config.side, generator=generator, **shape).target == likeliest:
+        if masking.draw_sizes(config.side, generator=generator, **options).target == likeliest:
             return step
     raise ValueError(f"no step draws blocks of {likeliest}")
 

@@ -33,8 +33,12 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
 
 def multiblock_options(config: MaskingConfig) -> dict[str, Any]:
     """The part of a masking config that `masking.multiblock` takes."""
-    names = {"targets", "target_scale", "target_aspect", "context_scale", "context_length"}
-    return config.model_dump(include=names) | {
+    return size_options(config) | config.model_dump(include={"targets", "context_length"})
+
+
+def size_options(config: MaskingConfig) -> dict[str, Any]:
+    """The part of it that `masking.draw_sizes` takes."""
+    return config.model_dump(include={"target_scale", "target_aspect", "context_scale"}) | {
         "compat": "released" if config.compat == "released" else None
     }
 

@@ -34,7 +34,7 @@ from stopmim.faults import faultpoint
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.optim import adamw, rates, set_rates
-from stopmim.plan import configure
+from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.predictor import Noise, Predictor
 from stopmim.run import BadFiles, Metrics, Run, begin, claimed
 from stopmim.runtime import (
@@ -88,7 +88,7 @@ def train_step(
 
     Returns tensors, not floats: reading them waits for the device, and only the caller knows when
     that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
-    first loss or gradient that is not finite on, and while it is not 0 no update is made.
+    first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
@@ -127,20 +127,15 @@ def draw_masks(
     places = torch_generator("masks", config.seed, step, device=device)
     if m.kind == "random":
         whole = masking.random(size, side, generator=places, ratio=m.ratio)
-        return [masking.Masks(whole.context[p], whole.targets[:, p]) for p in parts]
-    compat: masking.Compat = "released" if m.compat == "released" else None
-    shape = m.model_dump(include={"target_scale", "target_aspect", "context_scale"})
+        return [masking.Masks(whole.context[part], whole.targets[:, part]) for part in parts]
     on_host = torch_generator("sizes", config.seed, step)
-    sizes = masking.draw_sizes(side, generator=on_host, compat=compat, **shape)
-    options = shape | {"targets": m.targets, "sizes": sizes, "compat": compat}
-    if compat == "released":
+    sizes = masking.draw_sizes(side, generator=on_host, **size_options(m))
+    options = multiblock_options(m) | {"generator": places, "sizes": sizes}
+    if m.compat == "released":
         # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
-        return [
-            masking.multiblock(p.stop - p.start, side, generator=places, **options) for p in parts
-        ]
-    options |= {"context_length": m.context_length}
-    whole = masking.multiblock(size, side, generator=places, **options)
-    return [masking.Masks(whole.context[p], whole.targets[:, p]) for p in parts]
+        return [masking.multiblock(part.stop - part.start, side, **options) for part in parts]
+    whole = masking.multiblock(size, side, **options)
+    return [masking.Masks(whole.context[part], whole.targets[:, part]) for part in parts]
 
 
 def draw_noise(
