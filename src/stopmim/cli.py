@@ -113,10 +113,6 @@ Command = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; errors.py has the meaning of each."""
-    # How long idle threads spin before they sleep. torch's own choice, for ever, is a fifth faster
-    # on idle cores and several times slower as soon as anything else wants one. Read when torch is
-    # loaded, which is later.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words  # for us: a traceback instead of one line
     try:

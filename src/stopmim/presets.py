@@ -225,6 +225,9 @@ def tiny_cpu() -> Config:
             warmup_epochs=0.5,
             ema=(0.999, 0.99),
         ),
+        # A second thread gains a third on two idle cores, and loses a factor of several as soon as
+        # something else wants one of them: the threads wait for each other at every layer.
+        runtime=RuntimeConfig(threads=1),
     )
 
 
