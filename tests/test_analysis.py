@@ -151,6 +151,7 @@ class Noise:
 def small(**changes: object) -> Config:
     tree = tiny_cpu().model_dump(mode="json")
     tree["optim"]["batch_size"] = 8
+    tree["masking"]["targets"] = 4
     tree["runtime"]["workers"] = 0
     for name, value in changes.items():
         tree[name] |= value

@@ -274,7 +274,7 @@ def test_fewer_images_than_a_batch_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_another_config_in_the_same_directory_is_refused(whole: Run) -> None:
     before = {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"optim.lr: 0.0005 -> 0.001") as caught:
+    with pytest.raises(UserError, match=r"optim.lr: 0.0003 -> 0.001") as caught:
         pretrain(NoiseImages(), whole.path, tiny(optim={"lr": 1e-3}))
     assert caught.value.exit_code == 2
     del before[whole.path / "run.lock"]

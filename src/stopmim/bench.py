@@ -37,6 +37,7 @@ def bench_step(
     on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
     usual = {"optim.batch_size": 256} if on_gpu and preset is None else {}
     base = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), usual | changes)
+    torch.set_num_threads(base.runtime.threads or torch.get_num_threads())
     twin = base.positions.model_validate({"kind": "sincos"})
     variants = {"stop": base, "sincos": configure(base.model_copy(update={"positions": twin}))}
     memory = {name: _peak_memory(config) for name, config in variants.items()}

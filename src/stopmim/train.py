@@ -21,7 +21,7 @@ from torch import Tensor
 from stopmim import checkpoint, masking
 from stopmim.config import Config
 from stopmim.console import Ticker, say, warn
-from stopmim.data import Images, loader, open_images, shares, steps_per_epoch
+from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
 from stopmim.data.transforms import augment, normalise
 from stopmim.errors import (
     CheckpointError,
@@ -197,8 +197,8 @@ def pretrain(
     config, path = configure(preset, overrides), Path(out)
     with claimed(path):
         try:
-            source = str(data) if isinstance(data, str | Path) else type(data).__name__
-            _train(open_images(data), source, path, config, stop_at)
+            images = open_images(data)
+            _train(images, source_of(data, images), path, config, stop_at)
         except UserError:
             raise
         except torch.OutOfMemoryError as error:

@@ -55,6 +55,12 @@ def open_images(source: str | Path | Images) -> Images:
     return Scenes(count, size, seed)
 
 
+def source_of(data: str | Path | Images, images: Images) -> str:
+    """What run.json says the images came from."""
+    named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
+    return str(data) if named else images.fingerprint
+
+
 class Sample(NamedTuple):
     image: Tensor | None  # (3, S, S) uint8; None: neither this image nor its replacements work
     augmentation: np.ndarray  # (3,) float32, see transforms.draw_augmentation

@@ -467,6 +467,7 @@ class Scenes:
         self.images = np.empty((n, size, size, 3), np.uint8)
         self.labels = {name: np.empty(n, np.int64) for name in LABELS}
         self.fingerprint = f"scenes-v{VERSION}-{n}-{size}-{seed}"
+        self.source = f"scenes:{n}:{size}:{seed}"
         # Having freed this, glibc keeps what is freed later; else a fifth of the time is spent on
         # getting the same pages from the system again and again.
         np.empty(4_000_000)
@@ -482,6 +483,9 @@ class Scenes:
                 for images, _ in pool.map(render_all, chunks, repeat(size)):
                     self.images[done : done + len(images)] = images
                     done += len(images)
+
+    def __str__(self) -> str:
+        return self.source
 
     def __len__(self) -> int:
         return len(self.images)

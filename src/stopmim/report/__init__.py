@@ -155,8 +155,6 @@ def _summary(
         "epoch": _count(last.get("epoch")),
         "device": starts[-1].get("device") if starts else None,
     }
-    if " object at 0x" in str(facts["source"]):  # the repr of an object that was in memory
-        facts["source"] = data.get("fingerprint")
     if config is not None:
         seconds = curves.training_seconds(metrics, config.optim.batch_size)
         facts |= {
