@@ -11,7 +11,7 @@ from stopmim.evals.lowshot import fit_logistic, standardise
 from stopmim.keys import torch_generator
 
 HELD_OUT = 0.2  # of the training set
-L2S = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
+L2S = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 TOLERANCE = 1e-6  # of the objective; accuracies have three digits
 
 
