@@ -13,6 +13,7 @@ FEW = [
     *(f"{name}@{1 + i % 2}" for i, name in enumerate(SAVING)),
     "save.pruned@1",
     "save.synced@4",
+    "save.renamed@4",  # the run is finished, but has not cleared up
     # a chain: killed at a step, then while saving after the resume, then at the next save
     "step.end@4,save.model@1,save.renamed@1",
 ]

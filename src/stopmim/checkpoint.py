@@ -73,10 +73,15 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     faultpoint("save.renamed")
+    prune(run, keep)
+    return final
+
+
+def prune(run: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, whose newest is known to be whole."""
     for old in _steps(run)[:-keep]:
         shutil.rmtree(old)
         faultpoint("save.pruned")
-    return final
 
 
 class Saver:

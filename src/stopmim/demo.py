@@ -76,10 +76,18 @@ def evaluate(run: Run) -> list[Result]:
                     random_init=accuracy(before),
                 )
             )
-    rank = {"name": "rankme", "protocol": "rankme", "label": "", "interval": None, "n": TEST}
-    value, random_init = rankme(after[1]), rankme(before[1])
     results.append(
-        Result(value=value, random_init=random_init, selection="none", seed=seed, **rank)  # type: ignore[arg-type]
+        Result(
+            name="rankme",
+            protocol="rankme",
+            label="",
+            value=rankme(after[1]),
+            interval=None,
+            n=TEST,
+            selection="none",
+            seed=seed,
+            random_init=rankme(before[1]),
+        )
     )
     return results
 

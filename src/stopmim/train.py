@@ -230,7 +230,7 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
     loss = torch.compile(compare, dynamic=False) if should_compile(config, device) else compare
 
     ### Where it stands
-    step = _resume(path, model, optimizer, scaler)
+    step = _resume(path, model, optimizer, scaler, runtime.keep)
     metrics = Metrics(path, step)
     bad_files = BadFiles(path, len(images), config.data.max_bad)
     if step >= total:
@@ -307,6 +307,7 @@ def _resume(
     model: MaskedImageModel,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    keep: int,
 ) -> int:
     """Loads the newest checkpoint that verifies and returns its step; 0 if there is none."""
     newest, damaged = checkpoint.latest(path)
@@ -321,6 +322,9 @@ def _resume(
         return 0
     about = checkpoint.state(newest)
     checkpoint.load(newest, model, optimizer)
+    checkpoint.sweep(path)
+    if not damaged:  # a kill may have come between the last save and its clearing up
+        checkpoint.prune(path, keep)
     if scaler and about["scaler"]:
         scaler.load_state_dict(about["scaler"])
     say(f"{path}: resumes at step {about['step']}")
