@@ -28,7 +28,7 @@ PREVIEWS = 8  # images shown with their masks
 DRAWS = 64  # of a stochastic position
 
 # Keys of a result that have a column of their own.
-_COLUMNS = ("protocol", "label", "value", "low", "high", "random_init", "n", "selection")
+_COLUMNS = ("name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection")
 
 
 class Shown(NamedTuple):
