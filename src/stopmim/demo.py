@@ -20,7 +20,7 @@ from stopmim.run import Run
 from stopmim.train import pretrain
 from stopmim.vit import Encoder
 
-TRAIN, PROBE, TEST = 8192, 4096, 2048  # scenes to pretrain on, to fit probes on, to test on
+TRAIN, PROBE, TEST = 8192, 4096, 8192  # scenes to pretrain on, to fit probes on, to test on
 QUESTIONS = ("count", "distance", "shape")  # objects; depth and shape of the nearest one
 
 
@@ -44,7 +44,8 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
 def evaluate(run: Run) -> list[Result]:
     """What k-NN and a linear classifier read off the features, against the untrained network's."""
     size, seed = run.config.image_size, run.config.seed
-    probe, test = Scenes(PROBE, size, seed=1), Scenes(TEST, size, seed=2)
+    # Not 2: the recipe of `tiny_cpu` was chosen by its accuracy on the scenes of seed 2.
+    probe, test = Scenes(PROBE, size, seed=1), Scenes(TEST, size, seed=3)
     untrained = build(run.config).target_encoder.eval()
 
     def features(encoder: Encoder) -> tuple[Tensor, Tensor]:

@@ -206,7 +206,7 @@ def tiny_cpu() -> Config:
     ``stopmim pretrain scenes:8192:48 --preset tiny_cpu --out runs/tiny``
 
     Cost: about four minutes. Expect linear accuracy some 3 points above random init for counting
-    and 15 for distance (README). What keeps so small a model from collapsing in so few updates: a
+    and 13 for distance (README). What keeps so small a model from collapsing in so few updates: a
     predictor as wide as the encoder and almost as deep, a low learning rate, small targets, and a
     target encoder that begins almost still (EMA 0.999). It moves faster later, the reverse of a
     long run, so that it has caught up with the encoder at the end.
