@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all bench clean
+.PHONY: help demo check test test-all test-gpu bench clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,7 +29,10 @@ test: .venv/dev ## the fast tests: under four minutes on two CPU cores
 	$(BIN)/pytest -q -n 2
 
 test-all: .venv/dev ## every test, the slow ones included
-	$(BIN)/pytest -q -n 2 -m "slow or not slow"
+	$(BIN)/pytest -q -n 2 -m "not gpu"
+
+test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
+	$(BIN)/pytest -q -m gpu
 
 bench: .venv/base ## time one training step on this machine
 	$(BIN)/stopmim bench step

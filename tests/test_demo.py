@@ -54,7 +54,7 @@ def test_a_benchmark_prints_json_and_writes_a_dated_file(
     command = ["bench", "step", "--rounds", "1", "--out", str(tmp_path)]
     assert main([*command, "--optim.batch_size", "4", "--runtime.device", "cpu"]) == 0
     stop, sincos, ratio = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (stop["positions"], sincos["positions"]) == ("stop", "sincos")
+    assert (stop["positions"], sincos["positions"]) == ("stochastic", "sincos")
     assert stop["ms_min"] <= stop["ms"] <= stop["ms_max"]
     assert ratio["time"] == pytest.approx(stop["ms"] / sincos["ms"], rel=1e-2)
     (page,) = tmp_path.iterdir()

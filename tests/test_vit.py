@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from helpers import golden, golden_about, seeded, under
 from stopmim.arch import SIZES, parse_arch
 from stopmim.positions import sincos_2d
-from stopmim.vit import VisionTransformer, initialise, take
+from stopmim.vit import Block, PatchEmbed, VisionTransformer, initialise, take
 
 
 def recorded_encoder() -> tuple[VisionTransformer, dict[str, Tensor]]:
@@ -280,3 +280,31 @@ def test_every_parameter_takes_part() -> None:
     encoder(pictures()).square().mean().backward()
     without = [n for n, p in encoder.named_parameters() if p.grad is None]
     assert without == []
+
+
+def test_patches_are_embedded_as_the_convolution_does() -> None:
+    embed = PatchEmbed(4, 24)
+    images = torch.randn(2, 3, 12, 8)
+    expected = embed.proj(images).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(embed(images), expected)
+    index = torch.tensor([[5, 0], [2, 4]])
+    torch.testing.assert_close(embed(images, index), take(expected, index))
+
+
+def test_a_block_that_leaves_out_its_first_tokens_still_looks_at_them() -> None:
+    block, x = Block(16, 2), torch.randn(3, 7, 16)
+    torch.testing.assert_close(block(x, first=4), block(x)[:, 4:])
+    changed = x.clone()
+    changed[:, 0] = torch.randn(3, 16)
+    assert not torch.allclose(block(changed, first=4), block(x, first=4))
+
+
+def test_recomputing_activations_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    encoder, images = VisionTransformer(16, 4, 24, 2, 2), torch.randn(2, 3, 16, 16)
+    gradients = []
+    for encoder.recompute in (False, True):
+        encoder.zero_grad()
+        encoder(images).square().sum().backward()
+        gradients.append([p.grad for p in encoder.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

@@ -1,10 +1,13 @@
-"""How long one training step takes, measured so that the number can be believed.
+"""How long things take, measured so that the numbers can be believed.
 
-StoP and sine-cosine are timed in turn within one run: their ratio is then free of what the machine
-does to both. Every line names the machine, so that two lines can be compared later.
+What is compared is timed in turn within one run, so that its ratio is free of what the machine does
+to both. The rate of a large matrix product is measured in the same run: a step is judged by the
+share of that rate it reaches. Every line names the machine, so that two can be compared later.
 """
 
+import dataclasses
 import datetime
+import gc
 import json
 import platform
 import re
@@ -12,83 +15,238 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from stopmim import masking
 from stopmim._version import __version__
 from stopmim.config import Config
+from stopmim.console import say
 from stopmim.data import shares
+from stopmim.errors import UserError
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, size_options
-from stopmim.runtime import choose_device, choose_precision, should_compile
+from stopmim.predictor import Noise
+from stopmim.runtime import choose_device, choose_precision, compiled
 from stopmim.train import compare, draw_masks, draw_noise, train_step
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
+PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
+
+# What an H200 is given at a time, and the mean number of patches of a context and of a target that
+# the released masks have at the batch size of the published runs.
+BATCH = {"vit_b16": 256, "vit_l16": 128, "vit_h14": 64, "vit_s8": 1024}
+PUBLISHED = {"vit_b16": (52, 33), "vit_l16": (52, 33), "vit_h14": (73, 43)}
+
+Masks = Literal["published", "own"]
 
 
 def bench_step(
+    preset: str | None,
+    changes: dict[str, Any],
+    *,
+    masks: Masks = "own",
+    twin: bool = True,
+    rounds: int = 10,
+    out: Path | None = None,
+) -> str:
+    """Times one training step; JSON lines.
+
+    Args:
+        masks: "published" takes the token counts of the released masks, "own" the likeliest shape
+            of this config's.
+        twin: times the sine-cosine twin of a StoP config too, and gives the ratios.
+        rounds: how often each is measured, in turn.
+        out: a folder for a dated Markdown file with the lines.
+    """
+    base = _usual(preset, changes)
+    variants = {base.positions.kind: base}
+    if twin and base.positions.kind == "stochastic":
+        plain = base.positions.model_validate({"kind": "sincos"})
+        variants["sincos"] = configure(base.model_copy(update={"positions": plain}))
+    device = choose_device(base.runtime.device)
+    steps = {name: prepare(config, masks) for name, config in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    product = [matmul_rate(device)]
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(_seconds(step.update, device))
+    product.append(matmul_rate(device))
+    ceiling = statistics.median(product)
+    lines = []
+    for name, config in variants.items():
+        rate = steps[name].flops / statistics.median(times[name])
+        lines.append(
+            {
+                "bench": "step",
+                "positions": name,
+                **_of(config),
+                "masks": masks,
+                **steps[name].tokens,
+                **_spread(times[name], config.optim.batch_size),
+                "tflops": round(rate / 1e12, 3),
+                "matmul_tflops": round(ceiling / 1e12, 3),
+                "of_matmul": round(rate / ceiling, 3),
+                "gflop_per_image": round(steps[name].flops / config.optim.batch_size / 1e9, 3),
+                "peak_memory_mib": steps[name].memory,
+                "compile_s": steps[name].compile_seconds,
+                **_machine(config),
+            }
+        )
+    if len(variants) == 2:
+        a, b = steps.values()
+        ratios = [s / p for s, p in zip(*times.values(), strict=True)]
+        lines.append(
+            {
+                "bench": "step ratio stop / sincos",
+                "time": round(statistics.median(ratios), 4),
+                "time_min": round(min(ratios), 4),
+                "time_max": round(max(ratios), 4),
+                "memory": round(a.memory / b.memory, 4) if a.memory and b.memory else None,
+                "rounds": rounds,
+            }
+        )
+    return written(lines, out, f"step_{base.arch}")
+
+
+def bench_masks(
     preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
 ) -> str:
-    """Times one training step of StoP and of its sine-cosine twin; JSON lines, one for each."""
-    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
-    usual = {"optim.batch_size": 256} if on_gpu and preset is None else {}
-    base = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), usual | changes)
-    torch.set_num_threads(base.runtime.threads or torch.get_num_threads())
-    twin = base.positions.model_validate({"kind": "sincos"})
-    variants = {"stop": base, "sincos": configure(base.model_copy(update={"positions": twin}))}
-    memory = {name: _peak_memory(config) for name, config in variants.items()}
-    steppers = {name: stepper(config) for name, config in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for name in [*variants] * 2:
-        _seconds(steppers[name])  # warm up, compile
-    for _ in range(rounds):
-        for name in variants:
-            times[name].append(_seconds(steppers[name]))
-    lines = [
-        {
-            "bench": "step",
-            "positions": name,
-            "arch": config.arch,
-            "image_size": config.image_size,
-            "batch_size": config.optim.batch_size,
-            **_spread(times[name], config.optim.batch_size),
-            "peak_memory_mib": memory[name],
-            **_machine(config),
-        }
-        for name, config in variants.items()
-    ]
-    ratios = [a / b for a, b in zip(times["stop"], times["sincos"], strict=True)]
-    ratio = {
-        "bench": "step ratio stop / sincos",
-        "time": round(statistics.median(ratios), 4),
-        "time_min": round(min(ratios), 4),
-        "time_max": round(max(ratios), 4),
-        "memory": memory["stop"] and memory["sincos"] and memory["stop"] / memory["sincos"],
-        "rounds": rounds,
-    }
-    text = "\n".join(json.dumps(line) for line in [*lines, ratio])
-    if out is not None:
-        _write(out, "step", text)
-    return text
-
-
-def stepper(config: Config) -> Callable[[], None]:
-    """A function that makes one update, with the masks of the likeliest block size."""
+    """Times the drawing of the masks of one batch, on the device; a JSON line."""
+    config = _usual(preset, changes)
     device = choose_device(config.runtime.device)
+    whole = [slice(0, config.optim.batch_size)]
+    steps = iter(range(10**9))
+
+    def draw() -> None:
+        draw_masks(config, next(steps), whole, device)
+
+    _seconds(draw, device)
+    times = [_seconds(draw, device) for _ in range(rounds)]
+    line = {
+        "bench": "masks",
+        **_of(config),
+        **_spread(times, config.optim.batch_size),
+        **_machine(config),
+    }
+    return written([line], out, f"masks_{config.arch}")
+
+
+# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 256.
+GROWTH: dict[str, list[Any]] = {
+    "optim.batch_size": [64, 128, 256, 512, 1024],
+    "masking.context_length": [28, 55, 82],
+    "masking.targets": [1, 2, 4, 6],
+    "predictor.depth": [3, 6, 12],
+    "image_size": [160, 224, 288],
+}
+
+
+def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
+    """How the time of a step grows with batch, tokens, targets, depth and image size; JSON lines.
+
+    One thing is varied at a time. With `out`, and matplotlib, there is a figure of it too.
+    """
+    lines = []
+    for key, values in GROWTH.items():
+        for value in values:
+            own = {"arch": "vit_s16", "optim.batch_size": 256, "masking.context_scale": (1.0, 1.0)}
+            config = configure("vit_b16_stop", own | changes | {key: value})
+            device = choose_device(config.runtime.device)
+            step = prepare(config, "own")
+            times = [_seconds(step.update, device) for _ in range(rounds)]
+            line = {"bench": "growth", "varied": key, "value": value, **_of(config)}
+            line |= _spread(times, config.optim.batch_size)
+            line |= {"peak_memory_mib": step.memory, **step.tokens, **_machine(config)}
+            say(f"{key} {value}: {line['ms']} ms")
+            lines.append(line)
+            del step
+            gc.collect()
+    return written(lines, out, "growth")
+
+
+def draw_growth(lines: list[dict[str, Any]], path: Path) -> None:
+    """The figure of `bench_growth`: one small plot for each thing that was varied."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(line["varied"] for line in lines))
+    figure = Figure(figsize=(3 * len(names), 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        own = [line for line in lines if line["varied"] == name]
+        x, y = [line["value"] for line in own], [line["ms"] for line in own]
+        axes.plot(x, y, marker="o", color="#0072b2")
+        axes.set_xlabel(name.replace("_", " "))
+        axes.set_ylabel("ms per step")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{own[0]['arch']}, {own[0]['device']}, {own[0]['date']}")
+    figure.savefig(path)
+
+
+# ------------------------------------------------------------------------------ one step
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step that is compiled, warm and ready to be timed."""
+
+    update: Callable[[], None]
+    flops: float  # of the whole batch, forward and backward
+    memory: float | None  # peak, MiB, with weights and optimizer; None on a CPU
+    compile_seconds: float  # of the first update
+    tokens: dict[str, int]
+
+
+def prepare(config: Config, masks: Masks) -> Step:
+    device = choose_device(config.runtime.device)
+    torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    update, shapes = _update(config, masks, device)
+    begin = time.perf_counter()
+    update()
+    _wait(device)
+    compile_seconds = time.perf_counter() - begin
+    for _ in range(3):
+        update()
+    memory = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        update()
+        memory = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    return Step(
+        update,
+        count_flops(config, shapes),
+        memory,
+        round(compile_seconds, 1),
+        {"context": shapes.context.shape[1], "target": shapes.targets.shape[2]},
+    )
+
+
+def _update(
+    config: Config, kind: Masks, device: torch.device
+) -> tuple[Callable[[], None], masking.Masks]:
+    """A function that makes one update, always of the same masks and images, and those masks."""
     amp = choose_precision(config.runtime.precision, device)
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
-    loss = torch.compile(compare, dynamic=False) if should_compile(config, device) else compare
+    set_rates(optimizer, rates(config.optim, 0, 1000))
+    loss = compiled(compare, config, device)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
     step = likeliest_step(config)
+    generator = torch_generator("bench", device=device)
     shape = (parts[0].stop, 3, config.image_size, config.image_size)
-    images = torch.randn(shape, generator=torch_generator("bench", device=device), device=device)
-    masks = draw_masks(config, step, parts, device)
-    set_rates(optimizer, rates(config.optim, 0, 1000))
+    images = torch.randn(shape, generator=generator, device=device)
+    if kind == "published":
+        masks = [published_masks(config, parts[0].stop, generator)] * len(parts)
+    else:
+        masks = draw_masks(config, step, parts, device)
 
     def update() -> None:
         train_step(
@@ -108,7 +266,34 @@ def stepper(config: Config) -> Callable[[], None]:
             compare=loss,
         )
 
-    return update
+    return update, masks[0]
+
+
+def published_masks(config: Config, batch: int, generator: torch.Generator) -> masking.Masks:
+    """Patches at random, as many as a released mask has on average: 33 are no rectangle."""
+    if config.arch not in PUBLISHED:
+        raise UserError(f"bench: no published masks for {config.arch}, only {', '.join(PUBLISHED)}")
+    context, target = PUBLISHED[config.arch]
+    m, n, device = config.masking.targets, config.side**2, generator.device
+
+    def some(count: int, *shape: int) -> Tensor:
+        order = torch.rand(*shape, n, generator=generator, device=device).argsort(dim=-1)
+        return order[..., :count].sort(dim=-1).values
+
+    return masking.Masks(some(context, batch), some(target, m, batch))
+
+
+def count_flops(config: Config, masks: masking.Masks) -> float:
+    """Operations of the matrix products of one update, as torch counts them, without doing any."""
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):  # its products are seen, others' not
+        model = build(config).train()
+        images = torch.empty(1, 3, config.image_size, config.image_size)
+        context = torch.empty_like(masks.context[:1], device="meta")
+        targets = torch.empty_like(masks.targets[:, :1], device="meta")
+        noise: Noise = model.predictor.draw(context, targets)
+        with FlopCounterMode(display=False) as counter:
+            compare(model, Batch(images, context, targets), noise).loss.backward()
+    return counter.get_total_flops() * config.optim.batch_size
 
 
 def likeliest_step(config: Config) -> int:
@@ -127,31 +312,39 @@ def likeliest_step(config: Config) -> int:
     raise ValueError(f"no step draws blocks of {likeliest}")
 
 
-def _peak_memory(config: Config) -> float | None:
-    """MiB that three updates need at most, alone on the GPU; None on a CPU."""
-    if choose_device(config.runtime.device).type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    update = stepper(config)
-    for _ in range(3):
-        update()
-    torch.cuda.reset_peak_memory_stats()
-    update()
-    return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+def matmul_rate(device: torch.device) -> float:
+    """Operations per second of a large square product, bfloat16 on a GPU: the practical ceiling."""
+    n = PRODUCT[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    seconds = min(_seconds(lambda: torch.mm(a, a), device) for _ in range(5))
+    return 2 * n**3 / seconds
 
 
-def _seconds(update: Callable[[], None]) -> float:
-    """Seconds per update, GPU work included."""
-    _wait()
+# ------------------------------------------------------------------------------ lines and files
+
+
+def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
+    """The config to measure: on a GPU, unless told otherwise, with the usual batch of one GPU."""
+    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
+    config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)
+    if on_gpu and config.arch in BATCH and "optim.batch_size" not in changes:
+        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
+    return config
+
+
+def _seconds(update: Callable[[], Any], device: torch.device) -> float:
+    """Seconds per call, GPU work included."""
+    _wait(device)
     begin = time.perf_counter()
     for _ in range(STEPS):
         update()
-    _wait()
+    _wait(device)
     return (time.perf_counter() - begin) / STEPS
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -165,12 +358,27 @@ def _spread(times: list[float], batch_size: int) -> dict[str, float]:
     }
 
 
+def _of(config: Config) -> dict[str, Any]:
+    return {
+        "arch": config.arch,
+        "image_size": config.image_size,
+        "batch_size": config.optim.batch_size,
+    }
+
+
 def _machine(config: Config) -> dict[str, Any]:
     device = choose_device(config.runtime.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     return {
         "precision": str(choose_precision(config.runtime.precision, device) or torch.float32),
         "compile": config.runtime.compile,
+        **machine(device),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a line says about where and with what it was measured."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    return {
         "device": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -179,12 +387,15 @@ def _machine(config: Config) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, what: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    first = json.loads(text.splitlines()[0])
-    machine = re.sub(r"[^A-Za-z0-9]+", "-", first["device"]).strip("-").lower()
-    name = f"{what}_{first['arch']}_{machine}_{first['date']}.md"
-    body = (
-        f"# `stopmim bench {what}` on {first['device']}, {first['date']}\n\n```json\n{text}\n```\n"
-    )
-    (folder / name).write_text(body, encoding="utf-8")
+def written(lines: list[dict[str, Any]], folder: Path | None, what: str) -> str:
+    """The lines as JSON, and as `what`_MACHINE_DATE.md if there is a `folder`."""
+    text = "\n".join(json.dumps(line) for line in lines)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = lines[0]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", first["device"]).strip("-").lower()
+        command = f"stopmim bench {str(first['bench']).split()[0]}"
+        path = folder / f"{what}_{slug}_{first['date']}.md"
+        title = f"# `{command}` on {first['device']}, {first['date']}"
+        path.write_text(f"{title}\n\n```json\n{text}\n```\n", encoding="utf-8")
+    return text

@@ -74,22 +74,39 @@ class Pretrain:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time one training step, StoP against sine-cosine positions in the same run."""
+    """Measure speed; one JSON line for each figure."""
 
-    what: Positional[Literal["step"]]
-    """step: forward, backward, update"""
+    what: Positional[Literal["step", "masks", "growth"]]
+    """step: forward, backward, update; masks: drawing them; growth: step time against its causes"""
     preset: str | None = None
-    """default: vit_b16_stop with batch 256 on a GPU, tiny_cpu on a CPU"""
+    """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
+    masks: Literal["own", "published"] = "own"
+    """step: shapes of the config's likeliest masks, or the mean token counts of released ones"""
+    twin: bool = True
+    """step: time the sine-cosine twin of a StoP preset too, in turn, and print the ratios"""
     rounds: int = 10
-    """times the two are measured in turn"""
+    """how often each is measured"""
     out: Path | None = None
     """folder for a dated Markdown file with the figures"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
-        from stopmim.bench import bench_step
+        from stopmim import bench
 
-        print(bench_step(self.preset, self.changes, rounds=self.rounds, out=self.out))
+        preset, changes, options = (
+            self.preset,
+            self.changes,
+            {"rounds": self.rounds, "out": self.out},
+        )
+        match self.what:
+            case "step":
+                print(
+                    bench.bench_step(preset, changes, masks=self.masks, twin=self.twin, **options)
+                )
+            case "masks":
+                print(bench.bench_masks(preset, changes, **options))
+            case "growth":
+                print(bench.bench_growth(changes, **options))
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def build(config: Config) -> MaskedImageModel:
             noisy=config.positions.tokens,
             tied=config.positions.covariance != "untied",
         )
-        return MaskedImageModel(encoder, predictor)
+    encoder.recompute = predictor.recompute = config.runtime.recompute
+    return MaskedImageModel(encoder, predictor)
 
 
 def build_positions(config: Config) -> Positions:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stopmim.positions import Positions, StochasticPositions
-from stopmim.vit import EPS, Block, initialise
+from stopmim.vit import EPS, Block, initialise, through
 
 # I-JEPA keeps these at the top of its predictor; here they belong to `positions`.
 _RELEASED_NAMES = {
@@ -35,6 +35,8 @@ class Predictor(nn.Module):
         tied: A projects the context and the noise. False gives the noise a matrix of its own,
             which then shrinks to nothing: the paper's collapse.
     """
+
+    recompute = False  # as VisionTransformer.recompute
 
     def __init__(
         self,
@@ -113,9 +115,10 @@ class Predictor(nn.Module):
         m = self._positions(target_index, noise.masked, "masked", self.noisy_masked)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
-        for block in self.predictor_blocks:
-            x = block(x)
-        x = self.predictor_proj(self.predictor_norm(x[:, c.shape[1] :]))  # masked tokens only
+        *before, last = self.predictor_blocks
+        x = through(before, x, self.recompute and torch.is_grad_enabled())
+        x = last(x, first=c.shape[1])  # masked tokens only: nobody asks for the others
+        x = self.predictor_proj(self.predictor_norm(x))
         return x.unflatten(0, (blocks, batch))
 
     def _positions(

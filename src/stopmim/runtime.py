@@ -2,15 +2,18 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
 from stopmim.config import Config
 from stopmim.errors import UserError
 from stopmim.run import Run
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def choose_device(name: str) -> torch.device:
@@ -28,11 +31,19 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def should_compile(config: Config, device: torch.device) -> bool:
-    """Whether to compile the loss. The released masks change shape at every step: not those."""
-    if config.runtime.compile != "auto":
-        return config.runtime.compile == "on"
-    return device.type == "cuda" and config.masking.compat != "released"
+def compiled(function: Function, config: Config, device: torch.device) -> Function:
+    """`function` compiled for fixed shapes, one graph per size of target block; or as it is.
+
+    By itself ("auto") only on a GPU, for a CPU machine may have no compiler. The released masks
+    change shape at every step and are never compiled by themselves.
+    """
+    wanted = config.runtime.compile
+    automatic = device.type == "cuda" and config.masking.compat != "released"
+    if wanted == "off" or (wanted == "auto" and not automatic):
+        return function
+    # torch gives up a function after 8 graphs; grids finer than 16x16 have more sizes of block.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(function, dynamic=False)
 
 
 def set_threads(path: Path, wanted: int | None) -> None:

@@ -40,8 +40,8 @@ from stopmim.run import BadFiles, Metrics, Run, begin, claimed
 from stopmim.runtime import (
     choose_device,
     choose_precision,
+    compiled,
     set_threads,
-    should_compile,
     signals,
 )
 
@@ -227,7 +227,7 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
     model = build(config).to(device)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-    loss = torch.compile(compare, dynamic=False) if should_compile(config, device) else compare
+    loss = compiled(compare, config, device)
 
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep)

@@ -3,13 +3,16 @@
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
 
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stopmim.arch import parse_arch
+from stopmim.attention import attend
 from stopmim.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
@@ -35,13 +38,21 @@ def take(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
+    """The usual strided convolution, computed as what it is: one matrix for every patch."""
+
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)  # for names and shapes
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)  # (B, 3, H, W) -> (B, N, D)
+    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """(B, 3, H, W) -> (B, N, D), or (B, K, D): patches not in `index` (B, K) cost nothing."""
+        p = self.patch
+        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 3, rows, p, cols, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3 * p * p)
+        if index is not None:
+            patches = take(patches, index)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class Attention(nn.Module):
@@ -51,12 +62,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, N, D / heads)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N - first, D): the tokens before `first` are looked at, not updated."""
+        return self.proj(attend(self.qkv(x), self.heads, first))
 
 
 class Mlp(nn.Module):
@@ -77,9 +85,17 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=EPS)
         self.mlp = Mlp(width, round(width * mlp_ratio))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N - first, D): what a last block need not compute, it does not."""
+        x = x[:, first:] + self.attn(self.norm1(x), first)
         return x + self.mlp(self.norm2(x))
+
+
+def through(blocks: Iterable[nn.Module], x: Tensor, recompute: bool) -> Tensor:
+    """`x` after all `blocks`; `recompute` keeps what goes in alone and runs them twice."""
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    return x
 
 
 def initialise(module: nn.Module) -> None:
@@ -106,6 +122,7 @@ class VisionTransformer(nn.Module):
     """
 
     pos_embed: Tensor  # (1, N, D)
+    recompute = False  # activation checkpointing: less memory, a third more time
 
     def __init__(
         self,
@@ -134,12 +151,14 @@ class VisionTransformer(nn.Module):
         size, patch = parse_arch(arch)
         return cls(image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio)
 
-    def embed(self, images: Tensor) -> Tensor:
-        """Patches with their positions, (B, N, D)."""
+    def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Patches with their positions, (B, N, D), or (B, K, D) of those at `index` (B, K)."""
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
-        return self.patch_embed(images) + self.positions(height // self.patch, width // self.patch)
+        positions = self.positions(height // self.patch, width // self.patch)
+        patches = self.patch_embed(images, index)
+        return patches + (positions if index is None else positions[0, index])
 
     def positions(self, rows: int, cols: int) -> Tensor:
         """The position table for a grid of rows x cols patches, (1, rows * cols, D).
@@ -155,11 +174,8 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
-        x = self.embed(images)
-        if index is not None:
-            x = take(x, index)  # after the positions, before the blocks: hidden patches stay hidden
-        for block in self.blocks:
-            x = block(x)
+        x = self.embed(images, index)  # hidden patches stay hidden from the first block on
+        x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
         return self.norm(x)
 
     def features(

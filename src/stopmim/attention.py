@@ -1,0 +1,23 @@
+"""Attention: torch's own, or ours where sequences are short and a GPU is there."""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    from stopmim import kernels
+else:
+    kernels = None  # type: ignore[assignment]
+
+
+def attend(qkv: Tensor, heads: int, first: int = 0) -> Tensor:
+    """softmax(Q K^T / sqrt(d)) V of all heads: packed `qkv` (B, N, 3 * D) -> (B, N - first, D).
+
+    Tokens before `first` are keys and values, but no queries.
+    """
+    if kernels is not None and kernels.fits(qkv):
+        return kernels.short_attention(qkv, heads, first)
+    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, d)
+    return F.scaled_dot_product_attention(q[:, :, first:], k, v).transpose(1, 2).flatten(2)

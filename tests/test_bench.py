@@ -1,0 +1,71 @@
+"""Benchmarks measure what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stopmim.bench import bench_masks, bench_step, count_flops, draw_growth, published_masks
+from stopmim.errors import UserError
+from stopmim.plan import configure
+
+QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
+
+
+def test_operations_are_those_of_the_architecture() -> None:
+    config = configure("vit_b16_stop", {"optim.batch_size": 2})
+    masks = published_masks(config, 2, torch.Generator())
+    assert masks.context.shape == (2, 52)
+    assert masks.targets.shape == (4, 2, 33)
+
+    def block(tokens: int, queries: int, width: int) -> int:
+        """qkv; scores and their use; projection and MLP of the queries."""
+        return 6 * tokens * width**2 + 4 * tokens * queries * width + 18 * queries * width**2
+
+    patch = 2 * 3 * 16 * 16 * 768
+    target = 196 * patch + 12 * block(196, 196, 768)
+    context = 52 * patch + 12 * block(52, 52, 768)
+    both = 52 + 33
+    one = 5 * block(both, both, 384) + block(both, 33, 384) + 33 * 2 * 384 * 768
+    # A projects 52 tokens of the context and the noise of 4 x 33 masked ones.
+    embed = 2 * 768 * 384 * (52 + 4 * 33)
+    forward = context + 4 * one + embed
+    # Backward costs twice the forward, less the gradients nobody needs: of pixels and of noise.
+    unneeded = 52 * patch + 2 * 768 * 384 * 4 * 33
+    expected = target + 3 * forward - unneeded
+    assert count_flops(config, masks) / 2 == pytest.approx(expected, rel=1e-3)
+
+
+def test_published_masks_are_of_published_architectures() -> None:
+    config = configure("tiny_cpu", {})
+    with pytest.raises(UserError, match="no published masks for vit_micro6"):
+        published_masks(config, 2, torch.Generator())
+
+
+def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
+    text = bench_step("tiny_cpu", QUICK, rounds=1, twin=False)
+    line = json.loads(text)
+    assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=0.01)
+    assert line["tflops"] * 1e12 == pytest.approx(
+        line["gflop_per_image"] * 1e9 * line["images_per_s"], rel=0.05, abs=6e8
+    )
+
+
+def test_masks_are_timed_alone() -> None:
+    line = json.loads(bench_masks("tiny_cpu", QUICK, rounds=2))
+    assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
+
+
+def test_the_growth_figure_has_a_plot_for_each_cause(tmp_path: Path) -> None:
+    common = {"arch": "vit_s16", "device": "test", "date": "2026-01-01"}
+    lines = [
+        {"varied": key, "value": value, "ms": float(value), **common}
+        for key in ("optim.batch_size", "image_size")
+        for value in (1, 2)
+    ]
+    draw_growth(lines, tmp_path / "growth.svg")
+    text = (tmp_path / "growth.svg").read_text()
+    assert text.count("<!-- ms per step -->") == 2
+    assert "<!-- optim.batch size -->" in text
+    assert "<!-- image size -->" in text
