@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from stopmim.train import compare, draw_masks, draw_noise, pretrain, train_step
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "arch": "vit_ti8",
     "image_size": 64,
     "predictor.width": 96,

@@ -93,20 +93,15 @@ class Bench:
     def __call__(self) -> None:
         from stopmim import bench
 
-        preset, changes, options = (
-            self.preset,
-            self.changes,
-            {"rounds": self.rounds, "out": self.out},
-        )
+        options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
-                print(
-                    bench.bench_step(preset, changes, masks=self.masks, twin=self.twin, **options)
-                )
+                options |= {"masks": self.masks, "twin": self.twin}
+                print(bench.bench_step(self.preset, self.changes, **options))
             case "masks":
-                print(bench.bench_masks(preset, changes, **options))
+                print(bench.bench_masks(self.preset, self.changes, **options))
             case "growth":
-                print(bench.bench_growth(changes, **options))
+                print(bench.bench_growth(self.changes, **options))
 
 
 @dataclass(frozen=True)

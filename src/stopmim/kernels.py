@@ -20,7 +20,7 @@ LONGEST = 128  # tokens; with more, torch's own kernels are the faster ones
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 is what GPUs have
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _exponentials(q, k, columns, n, scale):  # type: ignore[no-untyped-def]
     """exp of the scores of every query, less their maximum, and one over their sum."""
     scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -13,7 +13,8 @@ from stopmim.config import Config
 from stopmim.errors import UserError
 from stopmim.run import Run
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def choose_device(name: str) -> torch.device:
@@ -31,7 +32,9 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def compiled(function: Function, config: Config, device: torch.device) -> Function:
+def compiled(
+    function: Callable[P, R], config: Config, device: torch.device
+) -> Callable[P, R]:
     """`function` compiled for fixed shapes, one graph per size of target block; or as it is.
 
     By itself ("auto") only on a GPU, for a CPU machine may have no compiler. The released masks
