@@ -21,6 +21,7 @@ EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
 class Encoder(Protocol):
     """What evaluations ask of an encoder, ours or an adapter around somebody else's."""
 
+    patch: int  # edge of one, in pixels
     width: int
 
     def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:

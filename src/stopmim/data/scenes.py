@@ -106,7 +106,7 @@ def classes(scene: Scene) -> dict[str, int]:
     }
 
 
-def _uniforms(*key: str | int) -> Iterator[float]:
+def uniforms(*key: str | int) -> Iterator[float]:
     """Numbers in [0, 1), without end."""
     bits = np.random.Philox(key=seed_of(*key))
     while True:
@@ -115,7 +115,7 @@ def _uniforms(*key: str | int) -> Iterator[float]:
 
 def sample(seed: int, index: int) -> Scene:
     """Scene `index` of `seed`. Its first body is the nearest; none touch, none is out of sight."""
-    draw = _uniforms("scenes", seed, index).__next__
+    draw = uniforms("scenes", seed, index).__next__
     count = FEWEST + int((MOST + 1 - FEWEST) * draw())
     near = NEAREST[0] + (NEAREST[1] - NEAREST[0]) * draw()
     # The camera steps back from a far group: there is room for ten behind the nearest, and the

@@ -1,0 +1,291 @@
+"""Videos with a map of which object is where: DAVIS from its folder, and short ones drawn here.
+
+Drawn videos are scenes whose bodies slide over the ground on straight lines, turn, and bounce off
+one another and off the edges of what is seen, while the camera zooms. They are equal to the last
+bit on every machine; `scenes` says how that is done.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from stopmim.data.decode import BadImageError, decode
+from stopmim.data.scenes import FARTHEST, FOOT, NEAREST, Body, Scene, render, rotation, uniforms
+from stopmim.data.scenes import sample as sample_scene
+from stopmim.errors import DataError, UserError
+from stopmim.keys import seed_of
+
+Bytes = NDArray[np.uint8]
+Year = Literal["2016", "2017"]
+
+VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation takes it for background
+
+DRAWN = (30, 64, 0)  # count, size and seed of drawn videos, where the source does not say
+LENGTH = 20  # frames of a drawn video
+BODIES = 4  # of a scene, at most: on average as many as a video of DAVIS has, about two
+SPEED, SPIN, ZOOM = 0.2, 0.03, 0.004  # per frame, at most: lengths; half tangents; parts of 1
+SEEN = 400  # a body of less than one in so many pixels of the first frame is no object to follow
+
+# By number of the object: the colours of DAVIS, which are those of PASCAL VOC with 191 in the place
+# of 192, and greys from the 22nd on. They are for the eye: only the numbers count.
+PALETTE: Bytes = np.array(
+    [
+        [min(128 * (i >> c & 1) + 64 * (i >> c + 3 & 1), 191) for c in range(3)]
+        if i < 22
+        else [i, i, i]
+        for i in range(256)
+    ],
+    np.uint8,
+)
+
+
+class Video(Protocol):
+    """Frames in order, of which at least the first has a map of its objects."""
+
+    name: str
+    annotated: bool  # every frame has a map, so that tracking can be scored
+
+    def __len__(self) -> int: ...
+
+    def stem(self, i: int) -> str:
+        """What the files of frame `i` are called, without suffix."""
+
+    def frame(self, i: int) -> Bytes:
+        """Frame `i`, (H, W, 3)."""
+
+    def mask(self, i: int) -> Bytes:
+        """For each pixel of frame `i` the number of its object, or 0; (H, W)."""
+
+
+def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]:
+    """The videos of `source`: a folder of DAVIS, or ``scenes[:count[:size[:seed]]]`` drawn here.
+
+    Args:
+        year: of the DAVIS challenge; by default 2017 where the folder has its list, else 2016.
+    """
+    if re.match(r"scenes(:|$)", str(source)):
+        found = re.fullmatch(r"scenes(?::([1-9]\d*)(?::([1-9]\d*)(?::(\d+))?)?)?", str(source))
+        if found is None:
+            raise UserError(f"{source}: expected scenes[:count[:size[:seed]]], as scenes:30:64")
+        count, size, seed = (int(n or d) for n, d in zip(found.groups(), DRAWN, strict=True))
+        return [SceneVideo(seed, i, size) for i in range(count)]
+    if year is None:
+        year = "2017" if (Path(source) / "ImageSets" / "2017").is_dir() else "2016"
+    return Davis(source, year)
+
+
+# ------------------------------------------------------------------------------------- drawn here
+
+
+@dataclass
+class _Moving:
+    """A body on its way over the ground."""
+
+    body: Body
+    x: float
+    y: float
+    dx: float  # a frame
+    dy: float
+    spin: float
+
+    @property
+    def foot(self) -> float:
+        return self.body.half * FOOT[self.body.shape]
+
+
+class SceneVideo:
+    """Video `index` of `seed`: 20 frames of size x size, drawn whenever they are asked for."""
+
+    annotated = True
+
+    def __init__(self, seed: int, index: int, size: int = 64) -> None:
+        self.name, self.size = f"scene-{seed}-{index:04d}", size
+        self.scenes = sample(seed, index)
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def stem(self, i: int) -> str:
+        return f"{i:05d}"
+
+    def frame(self, i: int) -> Bytes:
+        return render(self.scenes[i], self.size)[0]
+
+    def mask(self, i: int) -> Bytes:
+        return self._numbers[render(self.scenes[i], self.size)[1]]
+
+    @cached_property
+    def _numbers(self) -> Bytes:
+        """Number of the object that a body is, (256,); bodies out of sight at first are none."""
+        pixels = np.bincount(render(self.scenes[0], self.size)[1].ravel(), minlength=256)
+        seen = pixels * SEEN >= self.size * self.size
+        seen[0] = False
+        return np.where(seen, np.cumsum(seen), 0).astype(np.uint8)
+
+
+def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
+    """The scenes of video `index` of `seed`, one a frame; none is a scene of `scenes`."""
+    scene = sample_scene(seed_of("videos", seed), index)
+    draw = uniforms("motion", seed, index).__next__
+    moving = [
+        _Moving(body, body.x, body.y, *((2.0 * draw() - 1.0) * v for v in (SPEED, SPEED, SPIN)))
+        for body in scene.bodies[: 1 + int(BODIES * draw())]
+    ]
+    zoom = (2.0 * draw() - 1.0) * ZOOM
+    frames = []
+    for i in range(length):
+        bodies = tuple(replace(m.body, x=m.x, y=m.y, turn=m.body.turn + i * m.spin) for m in moving)
+        frames.append(replace(scene, bodies=bodies, spread=scene.spread * (1.0 + zoom * i)))
+        for m in moving:
+            _keep_in_sight(m, scene)
+            # One that is in the way: both turn, and this one waits. So none ever touch, which the
+            # renderer relies on: it does not know bodies within bodies.
+            others = [other for other in moving if other is not m]
+            if not any([_bounce(m, other) for other in others]):
+                m.x, m.y = m.x + m.dx, m.y + m.dy
+    return frames
+
+
+def _keep_in_sight(m: _Moving, scene: Scene) -> None:
+    """Turns a body back that has half left the picture, or come too near or too far."""
+    c, s = rotation(scene.tilt)
+    depth = m.y * c + (scene.height - m.body.half) * s
+    edge = scene.spread * depth
+    if (m.x < -edge and m.dx < 0.0) or (m.x > edge and m.dx > 0.0):
+        m.dx = -m.dx
+    if (depth < NEAREST[0] and m.dy < 0.0) or (depth > FARTHEST and m.dy > 0.0):
+        m.dy = -m.dy
+
+
+def _bounce(a: _Moving, b: _Moving) -> bool:
+    """Whether the next step of `a` would touch `b`; if so they swap motion along their line."""
+    x, y, apart = a.x + a.dx - b.x, a.y + a.dy - b.y, a.foot + b.foot
+    square = x * x + y * y
+    if square >= apart * apart:
+        return False
+    part = ((a.dx - b.dx) * x + (a.dy - b.dy) * y) / square
+    if part < 0.0:  # they approach
+        a.dx, a.dy, b.dx, b.dy = a.dx - part * x, a.dy - part * y, b.dx + part * x, b.dy + part * y
+    return True
+
+
+# -------------------------------------------------------------------------------------------- DAVIS
+
+
+class DavisVideo:
+    """One sequence of DAVIS, read from its files when asked for."""
+
+    def __init__(self, name: str, frames: list[Path], masks: list[Path], year: Year) -> None:
+        self.name, self.year = name, year
+        self._frames, self._masks = frames, masks
+        self.annotated = len(masks) == len(frames)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def stem(self, i: int) -> str:
+        return self._frames[i].stem
+
+    def frame(self, i: int) -> Bytes:
+        try:
+            return decode(self._frames[i].read_bytes())
+        except (BadImageError, OSError) as error:
+            raise DataError(f"{self._frames[i]}: {error}; a video cannot lack a frame") from None
+
+    def mask(self, i: int) -> Bytes:
+        if i >= len(self._masks):
+            raise DataError(f"{self.name}: only its first frame is annotated, not frame {i}")
+        ids = read_mask(self._masks[i])
+        # 2016: one object, drawn as 255, or as several ones where the annotation is that of 2017.
+        return (ids > 0).astype(np.uint8) if self.year == "2016" else np.where(ids == VOID, 0, ids)
+
+
+class Davis(Sequence[DavisVideo]):
+    """The videos of one split of DAVIS, in the order of its list.
+
+    Args:
+        root: the folder with JPEGImages, Annotations and ImageSets in it.
+        year: "2017" has several objects a video, "2016" one: whatever is not background.
+        resolution: "480p" is what everybody reports.
+        split: "val", "train", or "test-dev", where only first frames are annotated.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        year: Year = "2017",
+        resolution: str = "480p",
+        split: str = "val",
+    ) -> None:
+        if year not in ("2016", "2017"):
+            raise UserError(f"DAVIS of {year!r}: expected 2016 or 2017")
+        self.root, self.year = Path(root), year
+        frames, masks = (self.root / part / resolution for part in ("JPEGImages", "Annotations"))
+        for folder in (self.root, frames, masks):
+            if not folder.is_dir():
+                raise DataError(f"{folder}: no such folder; expected the folder of DAVIS {year}")
+        names = self._names(resolution, split)
+        self._videos = [_davis_video(name, frames / name, masks / name, year) for name in names]
+
+    def _names(self, resolution: str, split: str) -> list[str]:
+        # The download of 2017 has a list of 2016 as well, in another place than that of 2016.
+        places = (self.year, resolution) if self.year == "2016" else (self.year,)
+        lists = [self.root / "ImageSets" / place / f"{split}.txt" for place in places]
+        path = next((path for path in lists if path.is_file()), None)
+        if path is None:
+            raise DataError(f"{lists[0]}: no such file; it lists the videos of the split {split}")
+        words = [line.split()[0] for line in path.read_text("utf-8").splitlines() if line.strip()]
+        # A video a line, or in the download of 2016 "/JPEGImages/480p/bear/00000.jpg /Anno...".
+        names = dict.fromkeys(Path(word).parent.name if "/" in word else word for word in words)
+        if not names:
+            raise DataError(f"{path}: empty; expected the name of a video on every line")
+        return list(names)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def __len__(self) -> int:
+        return len(self._videos)
+
+    @overload
+    def __getitem__(self, i: int) -> DavisVideo: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[DavisVideo]: ...
+    def __getitem__(self, i: int | slice) -> DavisVideo | list[DavisVideo]:
+        return self._videos[i]
+
+
+def _davis_video(name: str, frames: Path, masks: Path, year: Year) -> DavisVideo:
+    found = sorted(frames.glob("*.jpg"))
+    if not found:
+        raise DataError(f"{frames}: no frames, expected files 00000.jpg and so on")
+    there = [masks / f"{frame.stem}.png" for frame in found]
+    missing = [mask for mask in there if not mask.is_file()]
+    if missing and missing != there[1:]:
+        raise DataError(f"{missing[0]}: no such file; either all frames or the first need a mask")
+    return DavisVideo(name, found, there[:1] if missing else there, year)
+
+
+def read_mask(path: Path) -> Bytes:
+    """The numbers in an indexed or grey PNG, (H, W)."""
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            if image.mode not in ("P", "L", "1"):
+                raise DataError(f"{path}: an image of mode {image.mode}, expected an indexed PNG")
+            return np.array(image).astype(np.uint8)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: not a mask: {error}") from None
+
+
+def write_mask(ids: Bytes, path: Path) -> None:
+    """An indexed PNG with the colours of DAVIS, as its evaluation reads it."""
+    image = Image.fromarray(ids)
+    image.putpalette(PALETTE.tobytes())
+    image.save(path)
