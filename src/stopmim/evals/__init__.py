@@ -5,7 +5,7 @@ import math
 from importlib import import_module
 from typing import Any, Literal
 
-_MODULES = ("features", "knn", "linear", "lowshot", "masks", "tracking")
+_MODULES = ("features", "knn", "linear", "lowshot")
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 

@@ -6,7 +6,6 @@ Shapes: N images, D width of the encoder.
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -48,37 +47,30 @@ def extract(
     """
     device = torch.device(device)
     features = torch.empty(len(images), layers * encoder.width)
-    done, begin = 0, time.monotonic()
-    # `features` was made before inference mode, so that a caller may train on it.
-    with evaluating(encoder), Ticker("features", len(images)) as ticker:
-        for batch in _batches(images, size, batch_size):
-            pixels = normalise(batch.to(device))  # (B, 3, S, S)
-            with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
-                found = encoder.features(pixels, layers, pool).float().cpu()
-            if not found.isfinite().all():
-                raise NonFiniteError(
-                    f"the encoder gives no finite features for {images.name(done)} or one of "
-                    f"the {len(batch) - 1} after it; was it saved after the loss blew up?"
-                )
-            features[done : done + len(batch)] = found
-            done += len(batch)
-            ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
-    return features
-
-
-@contextmanager
-def evaluating(encoder: Encoder) -> Iterator[None]:
-    """Inside of it `encoder` is in evaluation mode and nothing is differentiated."""
     modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
+    done, begin = 0, time.monotonic()
     try:
-        with torch.inference_mode():
-            yield
+        # `features` was made before inference mode, so that a caller may train on it.
+        with torch.inference_mode(), Ticker("features", len(images)) as ticker:
+            for batch in _batches(images, size, batch_size):
+                pixels = normalise(batch.to(device))  # (B, 3, S, S)
+                with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+                    found = encoder.features(pixels, layers, pool).float().cpu()
+                if not found.isfinite().all():
+                    raise NonFiniteError(
+                        f"the encoder gives no finite features for {images.name(done)} or one of "
+                        f"the {len(batch) - 1} after it; was it saved after the loss blew up?"
+                    )
+                features[done : done + len(batch)] = found
+                done += len(batch)
+                ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
     finally:
         for module in training:
             module.training = True
+    return features
 
 
 def _batches(images: Images, size: int, batch_size: int) -> Iterator[Tensor]:
