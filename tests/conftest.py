@@ -1,9 +1,38 @@
 """One thread per test process: pytest-xdist already uses every core, and equal sums need it."""
 
 import os
+import sys
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def timm() -> Any:
+    """timm, which needs torchvision, whose wheel for Linux is a CUDA build.
+
+    Beside a CPU build of torch its import fails for want of two operators (pytorch/vision#9085).
+    Nobody calls them: it is enough to declare them. Where they exist that would be an error.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _DECLARED.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for op in ("nms", "qnms"):
+            schema = f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            _DECLARED[0].define(schema)
+    import timm
+
+    return timm
+
+
+_DECLARED: list[torch.library.Library] = []  # they last as long as this does

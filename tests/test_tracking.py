@@ -64,6 +64,7 @@ class Planted:
     """Knows the objects of painted videos: the feature of a patch is the object in its middle."""
 
     width = 8
+    pool: Literal["mean", "cls"] = "mean"
 
     def __init__(self, patch: int, class_token: bool = False) -> None:
         self.patch, self.class_token = patch, class_token

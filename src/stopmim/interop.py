@@ -2,55 +2,70 @@
 
 A file is recognised by its keys, its architecture read off its shapes, and every key must be used
 and every parameter filled: there is no such thing as a partly random encoder. Pickles are read with
-``weights_only=True``, which executes nothing.
+``weights_only=True``, which executes nothing. Encoders of others are in `foreign`.
 """
 
 import json
-import math
-import pickle
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stopmim import checkpoint
+from stopmim import checkpoint, foreign
 from stopmim.arch import SIZES
 from stopmim.config import Config
 from stopmim.errors import CheckpointError
+from stopmim.foreign import Branch, State, block_count, encoder_like, fill
 from stopmim.mim import MaskedImageModel, build
 from stopmim.positions import Positions, StochasticPositions
 from stopmim.predictor import Predictor
 from stopmim.vit import Encoder, VisionTransformer
 
-Branch = Literal["target", "context"]
-State = dict[str, Tensor]
+PARTS = ("encoder", "target_encoder", "predictor")  # of a released file
 
 
 def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None = None) -> Encoder:
     """The encoder in `path`, in evaluation mode.
 
     Args:
-        path: a run directory, one of its checkpoints, or a released StoP or I-JEPA file.
-        branch: "target" is the EMA encoder, which the papers evaluate; "context" the trained one.
-        heads: attention heads, needed for a released file whose width is not a known size.
+        path: a run directory, one of its checkpoints, or a file of StoP, I-JEPA, MAE, DINO, iBOT,
+            VISSL or timm; a folder of Hugging Face; or ``timm:NAME``, which downloads.
+        branch: "target" is the EMA encoder (the teacher), which the papers evaluate; "context" the
+            trained one (the student). Of a file with one encoder it is that one.
+        heads: attention heads, needed for a file whose width is not a known size.
     """
     if branch not in ("target", "context"):
         raise ValueError(f'branch must be "target" or "context", got {branch!r}')
-    model = load_model(path, heads)
+    if str(path).startswith("timm:"):
+        return foreign.load_timm(str(path).removeprefix("timm:"))
+    path = existing(path)
+    if path.is_dir() and (path / "config.json").is_file():
+        return foreign.load_huggingface(path, heads).eval()
+    tree = None if path.is_dir() else foreign.read_tree(path)
+    if tree is not None and not is_released(tree):
+        return foreign.load_tree(tree, branch, str(path), heads).eval()
+    model = (_load_ours(path) if tree is None else _load_released(path, tree, heads)).eval()
     return model.target_encoder if branch == "target" else model.encoder
 
 
 def load_model(path: str | Path, heads: int | None = None) -> MaskedImageModel:
     """Encoder, target encoder and predictor in `path`, in evaluation mode."""
-    path = Path(path)
-    if not path.exists():
+    path = existing(path)
+    if path.is_dir():
+        return _load_ours(path).eval()
+    return _load_released(path, foreign.read_tree(path), heads).eval()
+
+
+def existing(path: str | Path) -> Path:
+    if not Path(path).exists():
         raise CheckpointError(f"{path}: no such file or directory")
-    model = _load_ours(path) if path.is_dir() else _load_released(path, heads)
-    return model.eval()
+    return Path(path)
+
+
+def is_released(tree: Any) -> bool:
+    """Whether `tree` is of StoP's or I-JEPA's code. One part tells: the others are then missed."""
+    return isinstance(tree, Mapping) and any(name in tree for name in PARTS)
 
 
 def _load_ours(path: Path) -> MaskedImageModel:
@@ -67,11 +82,10 @@ def _load_ours(path: Path) -> MaskedImageModel:
     return model
 
 
-def _load_released(path: Path, heads: int | None) -> MaskedImageModel:
-    """A ``.pth.tar`` of amirbar/StoP or facebookresearch/ijepa."""
-    tree = read_pickle(path)
+def _load_released(path: Path, tree: Any, heads: int | None) -> MaskedImageModel:
+    """A ``.pth.tar`` of amirbar/StoP or facebookresearch/ijepa, read as `tree`."""
     parts = {}
-    for name in ("encoder", "target_encoder", "predictor"):
+    for name in PARTS:
         if not isinstance(tree, Mapping) or not isinstance(tree.get(name), Mapping):
             keys = ", ".join(map(str, list(tree)[:8])) if isinstance(tree, Mapping) else "none"
             raise CheckpointError(f"{path}: no {name} in it; its top-level keys are {keys}")
@@ -86,44 +100,6 @@ def _load_released(path: Path, heads: int | None) -> MaskedImageModel:
     for name, module in model.named_children():
         fill(module, parts[name], f"{path}: {name}")
     return model
-
-
-def read_pickle(path: Path) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old pickle protocols, in several lines
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: refused or damaged: {reason}") from None
-    except (zipfile.BadZipFile, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint: {error}") from None
-
-
-def encoder_like(weights: State, source: str, heads: int | None) -> VisionTransformer:
-    """An encoder of the architecture the shapes of `weights` tell."""
-    try:
-        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
-        side = math.isqrt(weights["pos_embed"].shape[1])
-        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
-        if not min(width, patch, side, hidden):
-            raise ValueError("an empty tensor")
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{source}: not an I-JEPA encoder: {error}") from None
-    if side * side != weights["pos_embed"].shape[1]:
-        raise CheckpointError(
-            f"{source}: its {weights['pos_embed'].shape[1]} positions are no square"
-        )
-    known = {size.width: size.heads for size in SIZES.values()}
-    if heads is None and width not in known:
-        raise CheckpointError(f"{source}: width {width} is no known size; say heads=...")
-    if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
-    depth, heads = _depth(weights, "blocks."), heads or known[width]
-    try:
-        return VisionTransformer(side * patch, patch, width, depth, heads, mlp_ratio=hidden / width)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from None
 
 
 def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> Predictor:
@@ -147,17 +123,7 @@ def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> P
             positions = StochasticPositions(encoder.side, width, sigma, bias="project")
         else:
             positions = Positions(encoder.side, width)
-        depth = _depth(weights, "predictor_blocks.")
+        depth = block_count(weights, "predictor_blocks.")
         return Predictor(positions, encoder.width, depth, encoder.heads)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-
-
-def fill(module: nn.Module, weights: State, source: str) -> None:
-    checkpoint.check_fit(weights, module.state_dict(), source)
-    module.load_state_dict(weights)
-
-
-def _depth(weights: State, prefix: str) -> int:
-    blocks = {key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)}
-    return len(blocks)

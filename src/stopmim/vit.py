@@ -1,4 +1,6 @@
-"""The encoder f: a Vision Transformer without class token, with I-JEPA's and timm's names.
+"""The encoder f: a Vision Transformer, with I-JEPA's and timm's names.
+
+Ours has no class token; those of MAE, DINO and iBOT do, and are the same otherwise.
 
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
@@ -23,9 +25,10 @@ class Encoder(Protocol):
 
     patch: int  # edge of one, in pixels
     width: int
+    pool: Literal["mean", "cls"]  # how its features are pooled when nobody says how
 
     def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """Tokens (B, N or K, D), final norm applied."""
+        """Tokens of patches (B, N or K, D), final norm applied; no class token among them."""
 
     def features(
         self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
@@ -120,9 +123,11 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: edge of the images it is trained on; others work, the table is then resized.
         patch: edge of a patch, in pixels.
+        class_token: whether a learned token that is no patch goes before the others.
     """
 
-    pos_embed: Tensor  # (1, N, D)
+    pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
+    cls_token: nn.Parameter | None  # (1, 1, D)
     recompute = False  # activation checkpointing: less memory, a third more time
 
     def __init__(
@@ -133,6 +138,7 @@ class VisionTransformer(nn.Module):
         depth: int,
         heads: int,
         mlp_ratio: float = 4.0,
+        class_token: bool = False,
     ) -> None:
         super().__init__()
         if image_size % patch:
@@ -141,10 +147,17 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"width {width} is not divisible by {heads} heads")
         self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
         self.patch_embed = PatchEmbed(patch, width)
-        self.register_buffer("pos_embed", sincos_2d(self.side, width)[None])
+        self.pool: Literal["mean", "cls"] = "cls" if class_token else "mean"
+        self.prefix = int(class_token)  # tokens before those of the patches
+        # The class token is nowhere: zeros, as in MAE.
+        table = F.pad(sincos_2d(self.side, width), (0, 0, self.prefix, 0))
+        self.register_buffer("pos_embed", table[None])
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if class_token else None
         self.blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.apply(initialise)
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     @classmethod
     def from_arch(cls, arch: str, image_size: int) -> "VisionTransformer":
@@ -162,34 +175,49 @@ class VisionTransformer(nn.Module):
         return patches + (positions if index is None else positions[0, index])
 
     def positions(self, rows: int, cols: int) -> Tensor:
-        """The position table for a grid of rows x cols patches, (1, rows * cols, D).
+        """The positions of a grid of rows x cols patches, (1, rows * cols, D).
 
-        There is no class token: every entry of the table is a patch. (The released code cuts off
-        the first one as if it were a class token, and fails for any other image size.)
+        Without a class token every entry of the table is a patch. (The released code cuts off the
+        first one as if it were a class token, and fails for any other image size.)
         """
+        table = self.pos_embed[:, self.prefix :] if self.prefix else self.pos_embed
         if (rows, cols) == (self.side, self.side):
-            return self.pos_embed
-        grid = self.pos_embed.view(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # (1, D, S, S)
+            return table
+        grid = table.reshape(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # (1, D, S, S)
         grid = F.interpolate(grid, size=(rows, cols), mode="bicubic", align_corners=False)
         return grid.flatten(2).transpose(1, 2)
 
+    def with_class(self, x: Tensor) -> Tensor:
+        """`x` (B, K, D) with the class token before it, if there is one."""
+        if self.cls_token is None:
+            return x
+        first = self.cls_token + self.pos_embed[:, :1]
+        return torch.cat([first.expand(len(x), -1, -1), x], dim=1)
+
     def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
-        x = self.embed(images, index)  # hidden patches stay hidden from the first block on
+        x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
         x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
-        return self.norm(x)
+        return self.norm(x)[:, self.prefix :] if self.prefix else self.norm(x)
 
     def features(
         self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
     ) -> Tensor:
-        """The last `layers` blocks, each normed and averaged over patches, (B, layers * D)."""
-        if pool != "mean":
+        """The last `layers` blocks, each normed and pooled, (B, layers * D).
+
+        "mean" is over patches, "cls" takes the class token.
+        """
+        if pool not in ("mean", "cls"):
+            raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
+        if pool == "cls" and not self.prefix:
             raise ValueError('this encoder has no class token: use pool="mean"')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
-        x, pooled = self.embed(images), []
+        x, pooled = self.with_class(self.embed(images)), []
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i >= len(self.blocks) - layers:
-                pooled.append(self.norm(x).mean(dim=1))
+                normed = self.norm(x)
+                mean = pool == "mean"
+                pooled.append(normed[:, self.prefix :].mean(dim=1) if mean else normed[:, 0])
         return torch.cat(pooled, dim=1)

@@ -1,0 +1,256 @@
+"""Other people's encoders, made ours: the files of MAE, DINO, iBOT, VISSL, timm and Hugging Face.
+
+They are one network under one set of names, timm's, and differ in how it is wrapped, in what lies
+beside it, and in what no shape can tell: heads and the epsilon of norms. A file is recognised by
+its keys. Every key is used or known to belong to something else, every parameter is filled, and
+nothing is guessed: whatever is not understood is refused in one line.
+"""
+
+import json
+import math
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from stopmim import checkpoint
+from stopmim.arch import SIZES
+from stopmim.errors import CheckpointError, UserError
+from stopmim.keys import torch_generator
+from stopmim.vit import VisionTransformer
+
+Branch = Literal["target", "context"]
+State = dict[str, Tensor]
+
+# Where the weights lie in a file, by the first key of the way there; the branches of DINO and iBOT
+# are teacher and student.
+TRUNK = ("classy_state_dict", "base_model", "model", "trunk")  # VISSL
+BRANCHES = {"target": "teacher", "context": "student"}
+CONTAINERS = ("model", "state_dict")  # MAE, timm's training script; iBOT's checkpoint_teacher.pth
+
+# DistributedDataParallel, then the multi-crop wrapper of DINO and iBOT, or a model around it.
+WRAPPERS = re.compile(r"^(module\.)?(backbone\.|encoder\.)?")
+
+# What is not the encoder: decoders, heads, and tokens in the place of hidden patches.
+BESIDE = ("decoder_", "head.", "mask_token", "masked_embed")
+BESIDE_HF = ("decoder.", "pooler.", "classifier.")
+
+# Hugging Face to timm, as its files have them; names of a layer come after "encoder.layer.N.".
+_LAYER = {
+    "layernorm_before": "norm1",
+    "attention.output.dense": "attn.proj",
+    "layernorm_after": "norm2",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+_AROUND = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "layernorm": "norm",
+}
+_QKV = "encoder.layer.{}.attention.attention.{}.{}"
+HF_KINDS = ("ijepa", "vit", "vit_mae")
+
+AGREE = 1e-4  # relative difference allowed between the features of a timm model and of ours
+
+
+def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> VisionTransformer:
+    """The encoder in `tree`, which was read from the file `source`."""
+    weights = unwrap(tree, branch, source)
+    encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights)
+    fill(encoder, weights, source)
+    return encoder
+
+
+def read_tree(path: Path) -> Any:
+    """What is in a .safetensors file or in a pickle, of which nothing is executed."""
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: refused or damaged: {error}") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old pickle protocols, in several lines
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: refused or damaged: {reason}") from None
+    except (zipfile.BadZipFile, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path}: not a checkpoint: {error}") from None
+
+
+def unwrap(tree: Any, branch: Branch, source: str) -> State:
+    """The weights of the encoder in `tree`, under timm's names, and nothing else."""
+    where = "top-level"
+    for names in (TRUNK, (BRANCHES[branch],), *((name,) for name in CONTAINERS)):
+        if isinstance(tree, Mapping) and isinstance(tree.get(names[0]), Mapping):
+            for name in names:
+                if not isinstance(tree, Mapping) or name not in tree:
+                    raise CheckpointError(f"{source}: no {'.'.join(names)} in it")
+                tree, where = tree[name], name
+    if not isinstance(tree, Mapping) or not any("patch_embed.proj" in str(key) for key in tree):
+        keys = ", ".join(map(str, list(tree)[:8])) if isinstance(tree, Mapping) else "none"
+        raise CheckpointError(f"{source}: no encoder in it; its {where} keys are {keys}")
+    weights = {}
+    for name, value in tree.items():
+        key = WRAPPERS.sub("", str(name))
+        if key.startswith(BESIDE):
+            continue
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{source}: {key} is no tensor but {type(value).__name__}")
+        if key in weights:
+            raise CheckpointError(f"{source}: {key} is in it twice, as {name} and without a prefix")
+        weights[key] = value
+    return weights
+
+
+def encoder_like(
+    weights: State, source: str, heads: int | None, *, class_token: bool = False
+) -> VisionTransformer:
+    """An encoder of the architecture the shapes of `weights` tell."""
+    try:
+        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+        patches = weights["pos_embed"].shape[1] - class_token
+        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        side = math.isqrt(patches)
+        if not min(width, patch, side, hidden):
+            raise ValueError("an empty tensor")
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{source}: not a plain ViT: {error}") from None
+    if side * side != patches:
+        raise CheckpointError(f"{source}: its {patches} positions are no square")
+    known = {size.width: size.heads for size in SIZES.values()}
+    if heads is None and width not in known:
+        raise CheckpointError(f"{source}: width {width} is no known size; say heads=...")
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
+    depth, heads = block_count(weights, "blocks."), heads or known[width]
+    try:
+        return VisionTransformer(
+            side * patch, patch, width, depth, heads, hidden / width, class_token
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def block_count(weights: State, prefix: str) -> int:
+    blocks = {key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)}
+    return len(blocks)
+
+
+def fill(module: nn.Module, weights: State, source: str) -> None:
+    checkpoint.check_fit(weights, module.state_dict(), source)
+    module.load_state_dict(weights)
+
+
+def set_eps(encoder: VisionTransformer, eps: float) -> None:
+    for module in encoder.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = eps
+
+
+# -------------------------------------------------------------------------------- Hugging Face
+
+
+def load_huggingface(folder: Path, heads: int | None) -> VisionTransformer:
+    """The encoder of a folder that `save_pretrained` made of an I-JEPA, ViT or ViT-MAE model."""
+    source = str(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind, act = config["model_type"], config.get("hidden_act", "gelu")
+        own, eps = int(config["num_attention_heads"]), float(config.get("layer_norm_eps", 1e-12))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: unreadable: {error}") from None
+    if kind not in HF_KINDS or act != "gelu":
+        raise CheckpointError(
+            f"{source}: a {kind} model with {act}; known are {', '.join(HF_KINDS)} with gelu"
+        )
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder / 'model.safetensors'}: no such file")
+    weights = from_huggingface(read_tree(folder / "model.safetensors"), source)
+    encoder = encoder_like(weights, source, heads or own, class_token="cls_token" in weights)
+    fill(encoder, weights, source)
+    set_eps(encoder, eps)
+    return encoder
+
+
+def from_huggingface(tree: State, source: str) -> State:
+    """The weights under timm's names; queries, keys and values become one matrix, in this order."""
+    tree = {re.sub(r"^(ijepa|vit)\.", "", key): value for key, value in tree.items()}
+    tree = {key: value for key, value in tree.items() if not key.startswith(BESIDE_HF)}
+    weights = {}
+    for n in range(block_count(tree, "encoder.layer.")):
+        for kind in ("weight", "bias"):
+            names = [_QKV.format(n, part, kind) for part in ("query", "key", "value")]
+            missing = [name for name in names if name not in tree]
+            if missing:
+                raise CheckpointError(f"{source}: does not fit this model: missing {missing[0]}")
+            weights[f"blocks.{n}.attn.qkv.{kind}"] = torch.cat([tree.pop(name) for name in names])
+    for name, value in tree.items():
+        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)", name)
+        stem, _, kind = name.rpartition(".")
+        if layer and layer[2] in _LAYER:
+            weights[f"blocks.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"] = value
+        elif name in _AROUND:
+            weights[_AROUND[name]] = value
+        elif stem in _AROUND:
+            weights[f"{_AROUND[stem]}.{kind}"] = value
+        else:
+            weights[name] = value  # unknown: `fill` names it
+    return weights
+
+
+# ---------------------------------------------------------------------------------------- timm
+
+
+def load_timm(name: str) -> VisionTransformer:
+    """The model that timm calls `name`, with its published weights, which timm downloads."""
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:
+        reason = f"timm cannot be imported ({_one_line(error)})"
+        raise UserError(f'timm:{name}: {reason}; pip install "stopmim[interop]"') from None
+    try:
+        model = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # unknown names, no network, no such weights: all kinds of types
+        raise CheckpointError(f"timm:{name}: {_one_line(error)}") from None
+    return from_timm(model, f"timm:{name}")
+
+
+def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
+    """Our encoder with the weights of a plain ViT of timm; its features prove that it is the same.
+
+    Heads and the epsilon of norms are taken from the model, since its weights cannot tell them:
+    timm has a B/16 with 16 heads.
+    """
+    inner: Any = model
+    try:
+        heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
+    except (AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{source}: not a plain ViT: {_one_line(error)}") from None
+    weights = unwrap(inner.state_dict(), "target", source)
+    encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights).eval()
+    fill(encoder, weights, source)
+    set_eps(encoder, eps)
+    edge, training = encoder.side * encoder.patch, model.training
+    image = torch.randn(1, 3, edge, edge, generator=torch_generator("timm"))
+    with torch.inference_mode():
+        theirs, ours = inner.eval().forward_features(image)[:, encoder.prefix :], encoder(image)
+    model.train(training)
+    if not (theirs - ours).norm() <= AGREE * theirs.norm():
+        raise CheckpointError(f"{source}: the same weights in a plain ViT give other features")
+    return encoder
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,460 @@
+"""Encoders of others: ours gives the features theirs does, and nothing is loaded by half."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import stopmim
+from helpers import seeded
+from stopmim.errors import CheckpointError, UserError
+from stopmim.foreign import from_timm
+from stopmim.positions import sincos_2d
+from stopmim.vit import Encoder, VisionTransformer
+
+Tree = dict[str, Any]
+
+
+def pictures(height: int = 32, width: int = 32) -> Tensor:
+    return torch.randn(2, 3, height, width, generator=seeded())
+
+
+def scrambled(model: nn.Module) -> nn.Module:
+    """With random values where an untrained model has zeros and ones, so that all of it counts."""
+    generator = seeded(1)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    return model.eval()
+
+
+def vit(timm: Any, name: str = "vit_small_patch16_224", **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"depth": 3, "num_classes": 0, "img_size": 32} | changes
+    return scrambled(timm.create_model(name, **options))
+
+
+@pytest.fixture(scope="module")
+def dino(timm: Any) -> Any:
+    """DINO's S/16 with three blocks."""
+    return vit(timm)
+
+
+def theirs(model: Any, images: Tensor, layers: int, pool: Literal["mean", "cls"]) -> Tensor:
+    if pool == "mean":
+        blocks = model.get_intermediate_layers(images, layers, norm=True)
+        return torch.cat([patches.mean(dim=1) for patches in blocks], dim=1)
+    blocks = model.get_intermediate_layers(images, layers, return_prefix_tokens=True, norm=True)
+    return torch.cat([prefix[:, 0] for _, prefix in blocks], dim=1)
+
+
+@torch.no_grad()
+def assert_same(encoder: Encoder, model: Any, size: tuple[int, int] = (32, 32)) -> None:
+    images = pictures(*size)
+    tokens = model.forward_features(images)[:, model.num_prefix_tokens :]
+    torch.testing.assert_close(encoder(images), tokens, atol=1e-5, rtol=1e-5)
+    pools: list[Literal["mean", "cls"]] = ["mean", "cls"] if model.num_prefix_tokens else ["mean"]
+    for pool, layers in product(pools, (1, 3)):
+        ours = encoder.features(images, layers, pool)
+        want = theirs(model, images, layers, pool)
+        torch.testing.assert_close(ours, want, atol=1e-5, rtol=1e-5)
+
+
+def saved(tree: object, folder: Path, name: str = "file.pth") -> Path:
+    torch.save(tree, folder / name)
+    return folder / name
+
+
+def refused(path: Path | str, heads: int | None = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        stopmim.load_encoder(path, heads=heads)
+    message = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert message.startswith(str(path))
+    assert len(message.splitlines()) == 1
+    assert caught.value.__cause__ is None
+    return message
+
+
+# ------------------------------------------------------------------------------ the class token
+
+
+def with_class() -> VisionTransformer:
+    torch.manual_seed(0)
+    encoder = VisionTransformer(32, 8, 24, 3, 3, class_token=True)
+    scrambled(encoder)
+    return encoder
+
+
+@torch.no_grad()
+def test_the_class_token_is_seen_by_the_patches_but_not_among_them() -> None:
+    encoder, images = with_class(), pictures()
+    tokens, pooled = encoder(images), encoder.features(images, pool="cls")
+    assert tokens.shape == (2, 16, 24)
+    torch.testing.assert_close(encoder.features(images), tokens.mean(dim=1))
+    assert encoder.cls_token is not None
+    encoder.cls_token.add_(torch.randn(24, generator=seeded(2)))
+    assert (encoder(images) - tokens).abs().max() > 1e-3
+    assert (encoder.features(images, pool="cls") - pooled).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_hidden_patches_stay_hidden_from_the_class_token_too() -> None:
+    encoder, images = with_class(), pictures()
+    index = torch.tensor([[0, 3, 5], [1, 2, 15]])
+    tokens = encoder(images, index)
+    assert tokens.shape == (2, 3, 24)
+    images[0, :, 24:, 24:] += 5.0  # patch 15, which only the second image shows
+    assert torch.equal(encoder(images, index)[0], tokens[0])
+    everything = torch.arange(16).expand(2, -1)
+    torch.testing.assert_close(encoder(images, everything), encoder(images))
+
+
+@torch.no_grad()
+def test_another_image_size_resizes_the_patches_and_leaves_the_class_entry() -> None:
+    encoder, images = with_class(), pictures(64, 40)
+    before = encoder.positions(8, 5)
+    assert before.shape == (1, 40, 24)
+    tokens, pooled = encoder(images), encoder.features(images, pool="cls")
+    encoder.pos_embed[:, 0] += torch.randn(24, generator=seeded(3))
+    assert torch.equal(encoder.positions(8, 5), before)
+    assert (encoder(images) - tokens).abs().max() > 1e-4
+    assert (encoder.features(images, pool="cls") - pooled).abs().max() > 1e-4
+
+
+def test_which_pool_is_natural_is_told_by_the_encoder() -> None:
+    plain = VisionTransformer(32, 8, 24, 1, 3)
+    assert (with_class().pool, plain.pool) == ("cls", "mean")
+    with pytest.raises(ValueError, match="no class token"):
+        plain.features(pictures(), pool="cls")
+    other: Any = "max"
+    with pytest.raises(ValueError, match="max"):
+        plain.features(pictures(), pool=other)
+
+
+def test_the_table_of_a_new_encoder_is_that_of_mae() -> None:
+    encoder = VisionTransformer(32, 8, 24, 1, 3, class_token=True)
+    assert encoder.pos_embed.shape == (1, 17, 24)
+    assert not encoder.pos_embed[0, 0].any()
+    assert torch.equal(encoder.pos_embed[0, 1:], sincos_2d(4, 24))
+    assert {"cls_token", "pos_embed"} <= encoder.state_dict().keys()
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def bare(model: nn.Module) -> Tree:
+    return model.state_dict()
+
+
+def under(prefix: str, state: Tree) -> Tree:
+    return {prefix + key: value for key, value in state.items()}
+
+
+HEAD = {"head.mlp.0.weight": torch.zeros(5, 4), "head.last_layer.weight_g": torch.ones(3, 1)}
+DECODER = {
+    "mask_token": torch.zeros(1, 1, 8),
+    "decoder_pos_embed": torch.zeros(1, 5, 8),
+    "decoder_embed.weight": torch.zeros(8, 384),
+    "decoder_blocks.0.norm1.weight": torch.zeros(8),
+    "decoder_norm.weight": torch.zeros(8),
+    "decoder_pred.bias": torch.zeros(768),
+}
+LAYOUTS: dict[str, Callable[[Tree], Tree]] = {
+    "dino backbone": lambda s: s,
+    "mae": lambda s: {"model": s},
+    "mae full": lambda s: {"model": s | DECODER, "optimizer": {}, "epoch": 3},
+    "dino full": lambda s: {
+        "student": under("module.", under("backbone.", s) | HEAD),
+        "teacher": under("backbone.", s) | HEAD,
+        "optimizer": {},
+        "epoch": 100,
+    },
+    "ibot full": lambda s: {
+        "student": under("module.backbone.", s | {"masked_embed": torch.zeros(1, 384)}),
+        "teacher": under("module.backbone.", s | {"masked_embed": torch.zeros(1, 384)}),
+        "ibot_loss": {"center": torch.zeros(1, 8)},
+    },
+    "ibot teacher": lambda s: {"state_dict": s},
+    "timm classifier": lambda s: (
+        s | {"head.weight": torch.zeros(7, 384), "head.bias": torch.ones(7)}
+    ),
+    "vissl": lambda s: {"classy_state_dict": {"base_model": {"model": {"trunk": s, "heads": {}}}}},
+    "ddp": lambda s: {"state_dict": under("module.", s)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_published_layout_gives_the_features_of_the_model_it_holds(
+    layout: str, dino: Any, tmp_path: Path
+) -> None:
+    path = saved(LAYOUTS[layout](bare(dino)), tmp_path)
+    encoder = stopmim.load_encoder(path)
+    assert isinstance(encoder, VisionTransformer)
+    assert (encoder.pool, encoder.heads, encoder.training) == ("cls", 6, False)
+    assert_same(encoder, dino)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 80)])
+def test_other_image_sizes_resize_the_table_as_the_published_codes_do(
+    size: tuple[int, int], timm: Any, tmp_path: Path
+) -> None:
+    """Plain bicubic, the class entry apart. (timm resizes with antialiasing, another kernel.)"""
+    options: Tree = {"img_size": 64, "depth": 3}
+    state = bare(vit(timm, **options))
+    rows, cols = size[0] // 16, size[1] // 16
+    grid = state["pos_embed"][0, 1:].T.view(1, 384, 4, 4)
+    grid = F.interpolate(grid, size=(rows, cols), mode="bicubic", align_corners=False)
+    table = torch.cat([state["pos_embed"][0, :1], grid.flatten(2)[0].T])[None]
+    model = vit(timm, **options | {"img_size": size})
+    model.load_state_dict(state | {"pos_embed": table})
+    assert_same(stopmim.load_encoder(saved(state, tmp_path)), model, size)
+
+
+def test_a_safetensors_file_is_read_as_a_pickle_is(dino: Any, tmp_path: Path) -> None:
+    save_file(
+        {key: value.contiguous() for key, value in bare(dino).items()}, tmp_path / "x.safetensors"
+    )
+    assert_same(stopmim.load_encoder(tmp_path / "x.safetensors"), dino)
+
+
+def test_a_class_free_trunk_is_read_as_what_it_is(timm: Any, tmp_path: Path) -> None:
+    model = vit(timm, class_token=False, global_pool="avg", fc_norm=False)
+    encoder = stopmim.load_encoder(saved(LAYOUTS["vissl"](bare(model)), tmp_path))
+    assert encoder.pool == "mean"
+    assert_same(encoder, model)
+
+
+def test_the_teacher_is_the_default_and_the_student_the_context(timm: Any, tmp_path: Path) -> None:
+    student, teacher = vit(timm, depth=3), scrambled(vit(timm, depth=3))
+    tree = {
+        "student": under("module.backbone.", bare(student)),
+        "teacher": under("backbone.", bare(teacher)),
+    }
+    path = saved(tree, tmp_path)
+    assert_same(stopmim.load_encoder(path), teacher)
+    assert_same(stopmim.load_encoder(path, "context"), student)
+    del tree["student"]
+    with pytest.raises(CheckpointError, match="teacher"):
+        stopmim.load_encoder(saved(tree, tmp_path), "context")
+
+
+def test_heads_are_looked_up_by_width_taken_as_given_and_never_guessed(
+    timm: Any, tmp_path: Path
+) -> None:
+    base = vit(timm, embed_dim=192, num_heads=6)  # of which 3 are the rule
+    path = saved({"model": bare(base)}, tmp_path)
+    assert_same(stopmim.load_encoder(path, heads=6), base)
+    by_width = stopmim.load_encoder(path)
+    assert isinstance(by_width, VisionTransformer)
+    assert by_width.heads == 3
+    odd = vit(timm, embed_dim=48, num_heads=4)
+    path = saved(bare(odd), tmp_path)
+    assert "heads=" in refused(path)
+    assert_same(stopmim.load_encoder(path, heads=4), odd)
+
+
+def test_an_encoder_without_a_predictor_is_no_model(dino: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no encoder in it") as caught:
+        stopmim.load_model(saved(bare(dino), tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def test_a_file_that_lacks_any_one_key_is_refused(timm: Any, tmp_path: Path) -> None:
+    state = bare(vit(timm, depth=1, embed_dim=96, num_heads=3))
+    stopmim.load_encoder(saved(state, tmp_path))
+    for key in state:
+        spoiled = {k: v for k, v in state.items() if k != key}
+        message = refused(saved(spoiled, tmp_path))
+        assert key in message or "positions are no square" in message
+
+
+def test_a_file_with_any_tensor_of_another_shape_is_refused(timm: Any, tmp_path: Path) -> None:
+    state = bare(vit(timm, depth=1, embed_dim=96, num_heads=3))
+    for key, value in state.items():
+        refused(saved(state | {key: torch.cat([value, value[:1]])}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"fc_norm.weight": torch.ones(384)},
+        {"blocks.0.ls1.gamma": torch.ones(384)},  # DINOv2, whose mask_token is left out
+        {"reg_token": torch.zeros(1, 4, 384)},
+        {"dist_token": torch.zeros(1, 1, 384)},
+        {"norm_pre.weight": torch.ones(384)},
+        {"rel_pos_bias.relative_position_bias_table": torch.zeros(732, 6)},
+        {"blocks.7.norm1.weight": torch.ones(384)},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_another_architecture_under_the_same_names_is_refused(
+    extra: Tree, dino: Any, tmp_path: Path
+) -> None:
+    assert next(iter(extra)).split(".")[0] in refused(saved(bare(dino) | extra, tmp_path))
+
+
+def test_a_weight_that_is_no_tensor_or_is_there_twice_is_refused(dino: Any, tmp_path: Path) -> None:
+    state = bare(dino)
+    assert "norm.bias" in refused(saved(state | {"norm.bias": [1.0]}, tmp_path))
+    assert "twice" in refused(saved(state | {"module.norm.bias": state["norm.bias"]}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"model": {"conv1.weight": torch.zeros(3)}},
+        {"classy_state_dict": {"base_model": {}}},
+        {"teacher": {"backbone.conv1.weight": torch.zeros(3)}},
+        {"state_dict": {}},
+        {"state_dict": 3},
+    ],
+)
+def test_another_network_is_refused(tree: Tree, tmp_path: Path) -> None:
+    refused(saved(tree, tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", bytes(40)])
+def test_a_damaged_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    refused(tmp_path / "x.safetensors")
+
+
+# ------------------------------------------------------------------------------ timm
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vit_base_patch16_224", {"depth": 2}),  # MAE's B/16
+        ("vit_base_patch16_gap_224", {"depth": 2}),  # 16 heads, no class token
+        ("vit_tiny_patch16_224", {"num_classes": 5}),
+    ],
+)
+def test_a_timm_model_becomes_an_encoder_with_its_heads(
+    name: str, changes: Tree, timm: Any
+) -> None:
+    model: Any = vit(timm, name, **({"depth": 3} | changes))
+    encoder = from_timm(model)
+    assert encoder.heads == model.blocks[0].attn.num_heads
+    images = pictures()
+    with torch.no_grad():
+        tokens = model.forward_features(images)[:, model.num_prefix_tokens :]
+        torch.testing.assert_close(encoder(images), tokens, atol=1e-5, rtol=1e-5)
+
+
+def test_the_epsilon_of_norms_comes_with_a_timm_model(timm: Any) -> None:
+    model = vit(timm, norm_layer=partial(nn.LayerNorm, eps=1e-2))
+    assert_same(from_timm(model), model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"act_layer": nn.ReLU}, {"init_values": 0.1}, {"qk_norm": True}, {"reg_tokens": 2}],
+    ids=str,
+)
+def test_a_timm_model_that_is_no_plain_vit_is_refused(changes: Tree, timm: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        from_timm(vit(timm, **changes), "timm:odd")
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(CheckpointError, match="not a plain ViT"):
+        from_timm(nn.Linear(2, 2), "timm:odd")
+
+
+def test_an_unknown_timm_name_is_one_line(timm: Any) -> None:
+    assert "nobody" in refused("timm:vit_nobody_knows")
+
+
+def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"stopmim\[interop\]") as caught:
+        stopmim.load_encoder("timm:vit_base_patch16_224.mae")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------ Hugging Face
+
+
+def to_hub(state: Tree, width: int, prefix: str = "") -> Tree:
+    """Weights under the names the files on the hub have."""
+    names = {
+        "cls_token": "embeddings.cls_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "norm": "layernorm",
+        "norm1": "layernorm_before",
+        "attn.proj": "attention.output.dense",
+        "norm2": "layernorm_after",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+    }
+    found = {}
+    for key, value in state.items():
+        parts, kind = key.split("."), key.rsplit(".", 1)[-1]
+        layer = f"encoder.layer.{parts[1]}." if parts[0] == "blocks" else ""
+        stem = key.removeprefix(f"blocks.{parts[1]}." if layer else "").removesuffix(f".{kind}")
+        if stem == "attn.qkv":
+            for i, part in enumerate(("query", "key", "value")):
+                name = f"{layer}attention.attention.{part}.{kind}"
+                found[prefix + name] = value[i * width : (i + 1) * width].clone()
+        else:
+            suffix = "" if key in names else f".{kind}"
+            found[prefix + layer + names[key if key in names else stem] + suffix] = value.clone()
+    return found
+
+
+def hub_folder(folder: Path, tree: Tree, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tree, folder / "model.safetensors")
+    known = {"model_type": "vit", "num_attention_heads": 6, "hidden_act": "gelu"}
+    (folder / "config.json").write_text(json.dumps(known | config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit_mae", "ijepa"])
+def test_a_folder_of_the_hub_gives_the_same_features_with_its_epsilon(
+    kind: str, timm: Any, tmp_path: Path
+) -> None:
+    class_free: Tree = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    options: Tree = class_free if kind == "ijepa" else {}
+    model = vit(timm, norm_layer=partial(nn.LayerNorm, eps=1e-3), **options)
+    prefix = {"vit": "", "vit_mae": "vit.", "ijepa": "ijepa."}[kind]
+    tree = to_hub(bare(model), 384, prefix)
+    tree |= {"vit": {"pooler.dense.weight": torch.zeros(2)}, "ijepa": {}}.get(
+        kind, {"decoder.decoder_norm.weight": torch.zeros(2)}
+    )
+    folder = hub_folder(tmp_path / "hub", tree, model_type=kind, layer_norm_eps=1e-3)
+    assert_same(stopmim.load_encoder(folder), model)
+    other = stopmim.load_encoder(hub_folder(tmp_path / "hub", tree, model_type=kind))
+    assert isinstance(other, VisionTransformer)
+    assert {m.eps for m in other.modules() if isinstance(m, nn.LayerNorm)} == {1e-12}
+
+
+def test_a_folder_of_the_hub_is_strict(timm: Any, tmp_path: Path) -> None:
+    tree = to_hub(bare(vit(timm, depth=1)), 384)
+    folder = hub_folder(tmp_path / "hub", tree)
+    stopmim.load_encoder(folder)
+    for key in tree:
+        refused(hub_folder(folder, {k: v for k, v in tree.items() if k != key}))
+    assert "layerscale" in refused(hub_folder(folder, tree | {"layerscale": torch.zeros(3)}))
+    assert "swin" in refused(hub_folder(folder, tree, model_type="swin"))
+    assert "relu" in refused(hub_folder(folder, tree, hidden_act="relu"))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        stopmim.load_encoder(folder)
+    hub_folder(folder, tree)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file"):
+        stopmim.load_encoder(folder)
