@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import stopmim
 from helpers import seeded
+from stopmim.data2vec import RelativeTransformer
 from stopmim.errors import CheckpointError, UserError
 from stopmim.foreign import from_timm
 from stopmim.positions import sincos_2d
-from stopmim.vit import Encoder, VisionTransformer
+from stopmim.vit import Encoder, VisionTransformer, take
 
 Tree = dict[str, Any]
 
@@ -295,7 +296,6 @@ def test_a_file_with_any_tensor_of_another_shape_is_refused(timm: Any, tmp_path:
         {"reg_token": torch.zeros(1, 4, 384)},
         {"dist_token": torch.zeros(1, 1, 384)},
         {"norm_pre.weight": torch.ones(384)},
-        {"rel_pos_bias.relative_position_bias_table": torch.zeros(732, 6)},
         {"blocks.7.norm1.weight": torch.ones(384)},
     ],
     ids=lambda extra: next(iter(extra)),
@@ -330,6 +330,103 @@ def test_another_network_is_refused(tree: Tree, tmp_path: Path) -> None:
 def test_a_damaged_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     refused(tmp_path / "x.safetensors")
+
+
+# ------------------------------------------------------------------------------ data2vec
+
+
+@pytest.fixture(scope="module")
+def beit(timm: Any) -> Any:
+    from timm.models.beit import Beit
+
+    torch.manual_seed(0)
+    return scrambled(
+        Beit(
+            img_size=48,
+            embed_dim=96,
+            depth=3,
+            num_heads=4,
+            num_classes=0,
+            global_pool="token",
+            use_abs_pos_emb=False,
+            use_rel_pos_bias=False,
+            use_shared_rel_pos_bias=True,
+            init_values=0.5,
+        )
+    )
+
+
+def data2vec(model: nn.Module) -> Tree:
+    """As the published files are: with what belongs to the pretext task, and the index."""
+    state = {key: value for key, value in bare(model).items() if "index" not in key}
+    return {
+        "model": state
+        | {
+            "mask_token": torch.zeros(1, 1, 96),
+            "lm_head.weight": torch.zeros(96, 96),
+            "rel_pos_bias.relative_position_index": torch.zeros(10, 10, dtype=torch.long),
+        }
+    }
+
+
+@torch.no_grad()
+def test_data2vec_gives_the_features_of_its_own_architecture(beit: Any, tmp_path: Path) -> None:
+    encoder = stopmim.load_encoder(saved(data2vec(beit), tmp_path))
+    assert isinstance(encoder, RelativeTransformer)
+    assert (encoder.pool, encoder.heads, encoder.patch, encoder.training) == ("cls", 4, 16, False)
+    images = pictures(48, 48)
+    blocks = beit.forward_intermediates(
+        images, norm=True, intermediates_only=True, return_prefix_tokens=True, output_fmt="NLC"
+    )
+    torch.testing.assert_close(encoder(images), blocks[-1][0], atol=1e-5, rtol=1e-5)
+    for layers in (1, 3):
+        mean = torch.cat([patches.mean(dim=1) for patches, _ in blocks[-layers:]], dim=1)
+        first = torch.cat([prefix[:, 0] for _, prefix in blocks[-layers:]], dim=1)
+        close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+        close(encoder.features(images, layers, "mean"), mean)
+        close(encoder.features(images, layers, "cls"), first)
+
+
+@torch.no_grad()
+def test_data2vec_sees_the_patches_of_the_index_with_their_own_distances(
+    beit: Any, tmp_path: Path
+) -> None:
+    encoder, images = stopmim.load_encoder(saved(data2vec(beit), tmp_path)), pictures(48, 48)
+    order = torch.stack([torch.randperm(9, generator=seeded(i)) for i in range(2)])
+    whole = encoder(images)
+    torch.testing.assert_close(encoder(images, order), take(whole, order), atol=1e-5, rtol=1e-5)
+    few = torch.tensor([[0, 4], [8, 1]])
+    changed = images.clone()
+    changed[0, :, 32:, 32:] += 3.0
+    assert torch.equal(encoder(images, few)[0], encoder(changed, few)[0])
+
+
+@torch.no_grad()
+def test_data2vec_works_on_other_grids_with_the_distances_it_knows(
+    beit: Any, tmp_path: Path
+) -> None:
+    encoder: Any = stopmim.load_encoder(saved(data2vec(beit), tmp_path))
+    assert encoder(pictures(64, 96)).shape == (2, 24, 96)
+    table = encoder.rel_pos_bias.relative_position_bias_table
+    table[:-3] = torch.arange(5.0).repeat_interleave(5)[:, None]  # how far down, whatever across
+    bias = encoder.rel_pos_bias(3, 7)[0, 1:, 1:].view(3, 7, 3, 7)
+    for a, b in product(range(3), range(3)):
+        torch.testing.assert_close(bias[a, :, b], torch.full((7, 7), 2.0 + a - b))
+
+
+def test_data2vec_is_strict(beit: Any, tmp_path: Path) -> None:
+    whole = data2vec(beit)["model"]
+    index = "rel_pos_bias.relative_position_index"
+    beside = {"mask_token", "lm_head.weight", index, "rel_pos_bias.relative_position_bias_table"}
+    for key in whole.keys() - beside:
+        if "blocks.1" not in key and "blocks.2" not in key:
+            spoiled = {k: v for k, v in whole.items() if k != key}
+            assert key in refused(saved({"model": spoiled}, tmp_path))
+    table = "rel_pos_bias.relative_position_bias_table"
+    for other in (whole[table][:-1], whole[table][:0], whole[table][:, :0], whole[table][0]):
+        refused(saved({"model": whole | {table: other}}, tmp_path))
+    assert "pos_embed" in refused(saved(whole | {"pos_embed": torch.zeros(1, 10, 96)}, tmp_path))
+    assert "4 heads" in refused(saved(whole, tmp_path), heads=3)
 
 
 # ------------------------------------------------------------------------------ timm

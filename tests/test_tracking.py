@@ -296,11 +296,11 @@ def test_identity_features_keep_a_still_video_as_it_is() -> None:
 def test_a_class_token_is_dropped_and_nothing_else_is() -> None:
     video, options = moving(4, height=64, width=64), Tracking(size=64)
     plain, with_class = (
-        follow(Planted(4, class_token), video, options) for class_token in (False, True)
+        list(follow(Planted(4, class_token), video, options)) for class_token in (False, True)
     )
     assert np.array_equal(plain, with_class)
     with pytest.raises(ValueError, match=r"\d+ tokens for a grid of 8 x 8"):
-        follow(_Wrong(4), video, options)
+        list(follow(_Wrong(4), video, options))
 
 
 class _Wrong(Planted):
@@ -320,7 +320,7 @@ def test_neither_the_batch_nor_other_videos_change_what_is_found() -> None:
     videos = open_videos("scenes:2:64:5")
     options = Tracking(size=64)
     together = track(encoder, videos, options, batch_size=7)
-    one = [score(v, follow(encoder, v, options, batch_size=1)) for v in videos]
+    one = [score(v, list(follow(encoder, v, options, batch_size=1))) for v in videos]
     assert results(one[0] + one[1]) == together
 
 
@@ -355,8 +355,8 @@ def test_patch_14_lies_where_it_should_and_is_stretched_when_released() -> None:
     mask[28:84, 14:70] = 1
     video = Painted([mask] * 4)
     aligned, cut = Planted(14), Planted(14)
-    exact = follow(aligned, video, Tracking(size=96))
-    released = follow(cut, video, Tracking(size=96, compat="released"))
+    exact = list(follow(aligned, video, Tracking(size=96)))
+    released = list(follow(cut, video, Tracking(size=96, compat="released")))
     assert aligned.seen[0][2:] == (98, 98)
     assert cut.seen[0][2:] == (84, 84)  # of 96: the rest is left out
     assert jaccard(exact[2], mask) > 0.97
@@ -450,7 +450,7 @@ def test_masks_are_written_as_davis_reads_them_with_the_annotation_first(tmp_pat
     assert [path.name for path in files] == [f"{i:05d}.png" for i in range(4)]
     masks = [read_mask(path) for path in files]
     assert np.array_equal(masks[0], video.mask(0))
-    assert np.array_equal(masks, follow(Planted(4), video, options))
+    assert np.array_equal(masks, list(follow(Planted(4), video, options)))
     with Image.open(files[1]) as image:
         assert image.mode == "P"
     with (tmp_path / "objects.csv").open() as file:

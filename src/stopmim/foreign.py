@@ -1,9 +1,10 @@
 """Other people's encoders, made ours: the files of MAE, DINO, iBOT, VISSL, timm and Hugging Face.
 
 They are one network under one set of names, timm's, and differ in how it is wrapped, in what lies
-beside it, and in what no shape can tell: heads and the epsilon of norms. A file is recognised by
-its keys. Every key is used or known to belong to something else, every parameter is filled, and
-nothing is guessed: whatever is not understood is refused in one line.
+beside it, and in what no shape can tell: heads and the epsilon of norms. (data2vec and BEiT are
+another one: `data2vec`.) A file is recognised by its keys. Every key is used or known to belong to
+something else, every parameter is filled, and nothing is guessed: whatever is not understood is
+refused in one line.
 """
 
 import json
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 
 from stopmim import checkpoint
 from stopmim.arch import SIZES
+from stopmim.data2vec import CLASS, RelativeTransformer
 from stopmim.errors import CheckpointError, UserError
 from stopmim.keys import torch_generator
-from stopmim.vit import VisionTransformer
+from stopmim.vit import Encoder, VisionTransformer
 
 Branch = Literal["target", "context"]
 State = dict[str, Tensor]
@@ -40,7 +42,8 @@ CONTAINERS = ("model", "state_dict")  # MAE, timm's training script; iBOT's chec
 WRAPPERS = re.compile(r"^(module\.)?(backbone\.|encoder\.)?")
 
 # What is not the encoder: decoders, heads, and tokens in the place of hidden patches.
-BESIDE = ("decoder_", "head.", "mask_token", "masked_embed")
+BESIDE = ("decoder_", "head.", "lm_head.", "mask_token", "masked_embed")
+DISTANCES, INDEX = (f"rel_pos_bias.relative_position_{name}" for name in ("bias_table", "index"))
 BESIDE_HF = ("decoder.", "pooler.", "classifier.")
 
 # Hugging Face to timm, as its files have them; names of a layer come after "encoder.layer.N.".
@@ -63,12 +66,17 @@ HF_KINDS = ("ijepa", "vit", "vit_mae")
 AGREE = 1e-4  # relative difference allowed between the features of a timm model and of ours
 
 
-def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> VisionTransformer:
-    """The encoder in `tree`, which was read from the file `source`."""
+def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> Encoder:
+    """The encoder in `tree`, which was read from the file `source`, in evaluation mode."""
     weights = unwrap(tree, branch, source)
-    encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights)
+    encoder: VisionTransformer | RelativeTransformer
+    if DISTANCES in weights:
+        weights.pop(INDEX, None)  # it follows from the size of the table
+        encoder = relative_like(weights, source, heads)
+    else:
+        encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights)
     fill(encoder, weights, source)
-    return encoder
+    return encoder.eval()
 
 
 def read_tree(path: Path) -> Any:
@@ -141,6 +149,23 @@ def encoder_like(
         )
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
+
+
+def relative_like(weights: State, source: str, heads: int | None) -> RelativeTransformer:
+    """The same for data2vec and BEiT, whose table of distances tells the heads too."""
+    try:
+        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+        distances, own = weights[DISTANCES].shape
+        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
+        if (2 * side - 1) ** 2 + CLASS != distances:
+            raise ValueError(f"its table of {distances} distances is of no square")
+        if heads not in (None, own):
+            raise ValueError(f"it has {own} heads, not {heads}")
+        depth = block_count(weights, "blocks.")
+        return RelativeTransformer(side, patch, width, depth, own, hidden)
+    except (KeyError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{source}: not an encoder of data2vec: {error}") from None
 
 
 def block_count(weights: State, prefix: str) -> int:

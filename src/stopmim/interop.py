@@ -30,7 +30,7 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
 
     Args:
         path: a run directory, one of its checkpoints, or a file of StoP, I-JEPA, MAE, DINO, iBOT,
-            VISSL or timm; a folder of Hugging Face; or ``timm:NAME``, which downloads.
+            data2vec, BEiT, VISSL or timm; a folder of Hugging Face; ``timm:NAME`` downloads.
         branch: "target" is the EMA encoder (the teacher), which the papers evaluate; "context" the
             trained one (the student). Of a file with one encoder it is that one.
         heads: attention heads, needed for a file whose width is not a known size.
@@ -44,7 +44,7 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
         return foreign.load_huggingface(path, heads).eval()
     tree = None if path.is_dir() else foreign.read_tree(path)
     if tree is not None and not is_released(tree):
-        return foreign.load_tree(tree, branch, str(path), heads).eval()
+        return foreign.load_tree(tree, branch, str(path), heads)
     model = (_load_ours(path) if tree is None else _load_released(path, tree, heads)).eval()
     return model.target_encoder if branch == "target" else model.encoder
 

@@ -89,10 +89,15 @@ def propagate(features: Iterable[Tensor], first: Tensor, options: Tracking | Non
         features: for each of T frames the features (h * w, D) of its patches, row by row.
         first: labels of the first frame, (C, h, w), one-hot.
     """
-    options = options or Tracking()
+    found = list(spread(features, first, options or Tracking()))
+    return torch.stack(found) if found else first.new_empty(0, *first.shape)
+
+
+def spread(features: Iterable[Tensor], first: Tensor, options: Tracking) -> Iterator[Tensor]:
+    """The same, one frame (C, h, w) after the other."""
     grid = tuple(first.shape[1:])
     queue: deque[tuple[Tensor, Tensor]] = deque(maxlen=options.n_last_frames)
-    begin, found = None, list[Tensor]()
+    begin = None
     for tokens in features:
         here = F.normalize(tokens.float(), dim=-1).unflatten(0, grid)  # (h, w, D)
         if begin is None:
@@ -100,9 +105,9 @@ def propagate(features: Iterable[Tensor], first: Tensor, options: Tracking | Non
             continue
         # The first frame and the last ones together: a good match may be in any of them.
         sources, labels = (torch.stack(parts) for parts in zip(begin, *queue, strict=True))
-        found.append(_attend(here, sources, labels, options))
-        queue.append((here, found[-1]))  # soft, as they are: the next frames take them on
-    return torch.stack(found) if found else first.new_empty(0, *first.shape)
+        found = _attend(here, sources, labels, options)
+        queue.append((here, found))  # soft, as they are: the next frames take them on
+        yield found
 
 
 def _attend(here: Tensor, sources: Tensor, labels: Tensor, options: Tracking) -> Tensor:
@@ -241,13 +246,14 @@ def track(
     with evaluating(encoder), Ticker("tracking", total) as ticker:
         for video in videos:
             _check(video, folder)
-            found = follow(encoder, video, options, device=device, batch_size=batch_size)
+            found = []
+            for ids in follow(encoder, video, options, device=device, batch_size=batch_size):
+                found.append(ids)
+                done += 1
+                ticker.update(done, video.name)
             if folder is not None:
                 write(folder, video, found)
             scores += score(video, found) if video.annotated else []
-            done += len(video)
-            so_far = [(s.j.mean() + s.f.mean()) / 2 for s in scores]
-            ticker.update(done, f"J&F {np.mean(so_far):.3f}" if scores else video.name)
     if folder is not None and scores:
         _write_table(folder / "objects.csv", scores)
     return results(scores) if scores else []
@@ -284,7 +290,7 @@ def follow(
     *,
     device: torch.device | str = "cpu",
     batch_size: int = 4,
-) -> list[Bytes]:
+) -> Iterator[Bytes]:
     """For every frame of `video` the object of each pixel, of the size of the first mask."""
     mask, patch = video.mask(0), encoder.patch
     size = frame_size(video.frame(0).shape, options, patch)
@@ -308,8 +314,9 @@ def follow(
                 )
             yield from tokens[:, class_tokens(tokens.shape[1], grid) :]
 
-    soft = propagate(features(), first, options)
-    return [mask, *(labels_of(frame, patch, mask.shape) for frame in soft)]
+    yield mask
+    for soft in spread(features(), first, options):
+        yield labels_of(soft, patch, mask.shape)
 
 
 def frame_size(shape: tuple[int, ...], options: Tracking, patch: int) -> tuple[int, int]:
