@@ -1,5 +1,6 @@
 """Encoders of others: ours gives the features theirs does, and nothing is loaded by half."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -170,15 +171,17 @@ DECODER = {
     "decoder_norm.weight": torch.zeros(8),
     "decoder_pred.bias": torch.zeros(768),
 }
+ARGS = argparse.Namespace(arch="vit_small", lr=5e-4, epochs=100)  # MAE, DINO, iBOT save theirs
 LAYOUTS: dict[str, Callable[[Tree], Tree]] = {
     "dino backbone": lambda s: s,
     "mae": lambda s: {"model": s},
-    "mae full": lambda s: {"model": s | DECODER, "optimizer": {}, "epoch": 3},
+    "mae full": lambda s: {"model": s | DECODER, "optimizer": {}, "epoch": 3, "args": ARGS},
     "dino full": lambda s: {
         "student": under("module.", under("backbone.", s) | HEAD),
         "teacher": under("backbone.", s) | HEAD,
         "optimizer": {},
         "epoch": 100,
+        "args": ARGS,
     },
     "ibot full": lambda s: {
         "student": under("module.backbone.", s | {"masked_embed": torch.zeros(1, 384)}),

@@ -7,6 +7,7 @@ something else, every parameter is filled, and nothing is guessed: whatever is n
 refused in one line.
 """
 
+import argparse
 import json
 import math
 import pickle
@@ -85,14 +86,14 @@ def read_tree(path: Path) -> Any:
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: refused or damaged: {error}") from None
+            raise CheckpointError(f"{path}: refused or damaged: {_one_line(error)}") from None
     try:
-        with warnings.catch_warnings():
+        # MAE, DINO and iBOT keep their command line in a Namespace, which only holds values.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # about old pickle protocols, in several lines
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: refused or damaged: {reason}") from None
+        raise CheckpointError(f"{path}: refused or damaged: {_one_line(error)}") from None
     except (zipfile.BadZipFile, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: not a checkpoint: {error}") from None
 
