@@ -126,17 +126,17 @@ def _attend(here: Tensor, sources: Tensor, labels: Tensor, options: Tracking) ->
         source = sources[:, near_rows, near_cols]
         given = labels[:, :, near_rows, near_cols].transpose(0, 1).flatten(1)  # (C, M c d)
         like = query.flatten(0, 1) @ source.flatten(0, 2).T  # (a b, M c d)
-        window = (
-            _close(rows, near_rows, reach)[:, None, :, None]
-            & _close(cols, near_cols, reach)[None, :, None, :]
-        )  # (a, b, c, d): who may take from whom
-        window = window.flatten(0, 1).flatten(1).repeat(1, len(sources)).to(like.device)
-        like = like.masked_fill(~window, -torch.inf)
+        # (a, b, c, d): who is too far from whom, in whichever frame
+        far_down, far_right = _far(rows, near_rows, reach), _far(cols, near_cols, reach)
+        far = (far_down[:, None, :, None] | far_right[None, :, None, :]).flatten(2).flatten(0, 1)
+        like.unflatten(1, (len(sources), -1)).masked_fill_(far[:, None].to(like.device), -torch.inf)
         best = like.topk(min(options.topk, like.shape[1]), dim=1).values
-        # All that equal the last of the best count, as in the released code.
-        weights = ((like - best[:, :1]) / options.temperature).exp()
-        weights = weights.masked_fill(like < best[:, -1:], 0.0)
-        taken = given @ (weights / weights.sum(dim=1, keepdim=True)).T  # (C, a b)
+        # All that equal the last of the best count, as in the released code; few do, so sparsely.
+        asks, gives = (like >= best[:, -1:]).nonzero(as_tuple=True)
+        weight = ((like[asks, gives] - best[asks, 0]) / options.temperature).exp()
+        total = like.new_zeros(len(like)).index_add_(0, asks, weight)
+        taken = like.new_zeros(len(given), len(like))
+        taken.index_add_(1, asks, given[:, gives] * (weight / total[asks]))
         found[:, rows, cols] = taken.view(-1, *query.shape[:2])
     return found
 
@@ -146,10 +146,10 @@ def _span(start: int, end: int, length: int, reach: int) -> slice:
     return slice(max(0, start - reach), min(end, start + length + reach))
 
 
-def _close(some: slice, others: slice, reach: int) -> Tensor:
-    """Which of the `others` are within `reach` of which of `some`, (some, others)."""
+def _far(some: slice, others: slice, reach: int) -> Tensor:
+    """Which of the `others` are more than `reach` away from which of `some`, (some, others)."""
     a, b = (torch.arange(span.start, span.stop) for span in (some, others))
-    return (a[:, None] - b).abs() <= reach
+    return (a[:, None] - b).abs() > reach
 
 
 def labels_of(soft: Tensor, patch: int, shape: tuple[int, ...]) -> Bytes:
