@@ -63,12 +63,16 @@ def theirs(model: Any, images: Tensor, layers: int, pool: Literal["mean", "cls"]
 def assert_same(encoder: Encoder, model: Any, size: tuple[int, int] = (32, 32)) -> None:
     images = pictures(*size)
     tokens = model.forward_features(images)[:, model.num_prefix_tokens :]
-    torch.testing.assert_close(encoder(images), tokens, atol=1e-5, rtol=1e-5)
+    atol = 1e-5 * max(1.0, float(tokens.abs().max()))
+    torch.testing.assert_close(encoder(images), tokens, atol=atol, rtol=0)
     pools: list[Literal["mean", "cls"]] = ["mean", "cls"] if model.num_prefix_tokens else ["mean"]
     for pool, layers in product(pools, (1, 3)):
         ours = encoder.features(images, layers, pool)
         want = theirs(model, images, layers, pool)
-        torch.testing.assert_close(ours, want, atol=1e-5, rtol=1e-5)
+        # Patches are embedded by another kernel, which rounds otherwise: 1e-5 of the largest value.
+        torch.testing.assert_close(
+            ours, want, atol=1e-5 * max(1.0, float(want.abs().max())), rtol=0
+        )
 
 
 def saved(tree: object, folder: Path, name: str = "file.pth") -> Path:
