@@ -59,20 +59,22 @@ def theirs(model: Any, images: Tensor, layers: int, pool: Literal["mean", "cls"]
     return torch.cat([prefix[:, 0] for _, prefix in blocks], dim=1)
 
 
+def assert_close(found: Tensor, want: Tensor) -> None:
+    """To 1e-5 of the largest value: patches are embedded by another kernel, which rounds otherwise."""
+    atol = 1e-5 * max(1.0, float(want.abs().max()))
+    torch.testing.assert_close(found, want, atol=atol, rtol=0)
+
+
 @torch.no_grad()
 def assert_same(encoder: Encoder, model: Any, size: tuple[int, int] = (32, 32)) -> None:
     images = pictures(*size)
     tokens = model.forward_features(images)[:, model.num_prefix_tokens :]
-    atol = 1e-5 * max(1.0, float(tokens.abs().max()))
-    torch.testing.assert_close(encoder(images), tokens, atol=atol, rtol=0)
+    assert_close(encoder(images), tokens)
     pools: list[Literal["mean", "cls"]] = ["mean", "cls"] if model.num_prefix_tokens else ["mean"]
     for pool, layers in product(pools, (1, 3)):
         ours = encoder.features(images, layers, pool)
         want = theirs(model, images, layers, pool)
-        # Patches are embedded by another kernel, which rounds otherwise: 1e-5 of the largest value.
-        torch.testing.assert_close(
-            ours, want, atol=1e-5 * max(1.0, float(want.abs().max())), rtol=0
-        )
+        assert_close(ours, want)
 
 
 def saved(tree: object, folder: Path, name: str = "file.pth") -> Path:
@@ -456,7 +458,7 @@ def test_a_timm_model_becomes_an_encoder_with_its_heads(
     images = pictures()
     with torch.no_grad():
         tokens = model.forward_features(images)[:, model.num_prefix_tokens :]
-        torch.testing.assert_close(encoder(images), tokens, atol=1e-5, rtol=1e-5)
+        assert_close(encoder(images), tokens)
 
 
 def test_the_epsilon_of_norms_comes_with_a_timm_model(timm: Any) -> None:
