@@ -60,7 +60,7 @@ def theirs(model: Any, images: Tensor, layers: int, pool: Literal["mean", "cls"]
 
 
 def assert_close(found: Tensor, want: Tensor) -> None:
-    """To 1e-5 of the largest value: patches are embedded by another kernel, which rounds otherwise."""
+    """To 1e-5 of the largest value: another kernel embeds the patches, and rounds otherwise."""
     atol = 1e-5 * max(1.0, float(want.abs().max()))
     torch.testing.assert_close(found, want, atol=atol, rtol=0)
 
