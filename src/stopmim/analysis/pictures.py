@@ -96,7 +96,7 @@ def previews(images: Images, config: Config, step: int, count: int) -> list[Prev
     """
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
-    keys = next(iter(Order(len(images), config, step, shares=[part], steps_per_epoch=per_epoch)))
+    keys = next(iter(Order(images, config, step, shares=[part], steps_per_epoch=per_epoch)))
     (masks,) = draw_masks(config, step, [part], torch.device("cpu"))
     crops = Crops(images, config)
     found = []

@@ -8,8 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,47 +17,28 @@ from torch.utils.data import DataLoader, Dataset
 
 from stopmim.config import Config
 from stopmim.data.decode import BadImageError
-from stopmim.data.folder import Folder
+from stopmim.data.images import Images
+from stopmim.data.order import Order, shares
 from stopmim.data.scenes import Scenes
+from stopmim.data.sources import open_images, source_of
 from stopmim.data.transforms import crop_box, draw_augmentation, resized_crop
-from stopmim.errors import DataError, ResourceError, UserError
-from stopmim.keys import numpy_generator, torch_generator
+from stopmim.errors import DataError, ResourceError
+from stopmim.keys import numpy_generator
+
+__all__ = [
+    "Crops",
+    "Images",
+    "Loaded",
+    "Order",
+    "Sample",
+    "loader",
+    "open_images",
+    "shares",
+    "source_of",
+    "steps_per_epoch",
+]
 
 REPLACEMENTS = 20  # other images tried in the place of a broken one
-
-
-class Images(Protocol):
-    """Numbered images, with or without labels."""
-
-    labels: dict[str, np.ndarray]  # name of a label -> (n,) int64
-    fingerprint: str  # changes when the images do
-
-    def __len__(self) -> int: ...
-
-    def read(self, i: int) -> np.ndarray:
-        """Image `i`, (H, W, 3) uint8; BadImageError if it cannot be read."""
-
-    def name(self, i: int) -> str:
-        """What a message calls image `i`."""
-
-
-def open_images(source: str | Path | Images) -> Images:
-    """The images of `source`: a folder, or ``scenes[:count[:size[:seed]]]`` made in memory."""
-    if not isinstance(source, str | Path):
-        return source
-    kind, *numbers = str(source).split(":")
-    if kind != "scenes":
-        return Folder(Path(source))
-    if not all(n.isdecimal() and int(n) > 0 for n in numbers[:2]) or len(numbers) > 3:
-        raise UserError(f"{source}: expected scenes[:count[:size[:seed]]], as scenes:10000:64")
-    count, size, seed = [int(n) for n in numbers] + [8192, 64, 0][len(numbers) :]
-    return Scenes(count, size, seed)
-
-
-def source_of(data: str | Path | Images, images: Images) -> str:
-    """What run.json says the images came from."""
-    named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
-    return str(data) if named else images.fingerprint
 
 
 class Sample(NamedTuple):
@@ -101,45 +81,13 @@ class Crops(Dataset[Sample]):
         return None, bad
 
 
-class Order:
-    """The (epoch, image number) of every part of every batch, from `start` to the last step.
-
-    An epoch is a permutation keyed by (seed, epoch), less the images that do not fill a batch. Only
-    this process holds it; workers are sent the numbers they need.
-    """
-
-    def __init__(
-        self, n: int, config: Config, start: int, *, shares: list[slice], steps_per_epoch: int
-    ) -> None:
-        self.n, self.seed, self.start, self.shares = n, config.seed, start, shares
-        self.batch_size, self.steps_per_epoch = config.optim.batch_size, steps_per_epoch
-        self.total = config.optim.epochs * steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        current, order = -1, torch.empty(0, dtype=torch.long)
-        for step in range(self.start, self.total):
-            epoch, place = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                generator = torch_generator("order", self.seed, epoch)
-                current, order = epoch, torch.randperm(self.n, generator=generator)
-            batch = order[place * self.batch_size : (place + 1) * self.batch_size]
-            for share in self.shares:
-                yield [(epoch, number) for number in batch[share].tolist()]
-
-
-def shares(batch_size: int, accumulate: int) -> list[slice]:
-    """The parts of a batch that are computed one after the other, as positions in the batch."""
-    part = batch_size // accumulate
-    return [slice(i * part, (i + 1) * part) for i in range(accumulate)]
-
-
 def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator[Loaded]:
     """The parts of every batch from step `start` on, in order, read by worker processes."""
     workers = config.runtime.workers
     if workers is None:
         workers = 0 if isinstance(images, Scenes) else min(8, os.cpu_count() or 1)
     order = Order(
-        len(images),
+        images,
         config,
         start,
         shares=shares(config.optim.batch_size, config.runtime.accumulate),

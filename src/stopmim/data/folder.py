@@ -2,19 +2,25 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from stopmim.data import cache
 from stopmim.data.decode import BadImageError, decode
+from stopmim.data.names import Names
 from stopmim.errors import DataError
 
 EXTENSIONS = ("jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
-_SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
+SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
 
 # A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
 MAX_BYTES = 2**30
+
+CACHE_FROM = 10_000  # images: the index of a smaller folder is made anew each time
+SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 
 
 def printable(path: str | bytes) -> str:
@@ -28,55 +34,48 @@ def printable(path: str | bytes) -> str:
     )
 
 
-class Folder:
-    """Every image file below `root`, sorted by its path; hidden files and folders are left out.
-
-    A folder that is reached twice, as through a looping link, counts once, under its real path
-    where it has one below `root`. Only regular files are ever opened: a pipe would wait for ever.
-
-    The paths lie in one array, not in a million objects: worker processes share its pages, where
-    the reference counts of objects would have each worker copy them.
+class Files:
+    """Image files with given paths below `root`.
 
     Attributes:
-        labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two
-            sub-folders of `root`; otherwise empty.
-        classes: names of these sub-folders, sorted.
+        labels: name of a label -> (n,) int64.
+        classes: what the numbers of "class" mean, where they mean something.
         fingerprint: sha256 of all relative paths and file sizes.
-        unreadable: folders and links that could not be followed, for the user to see.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    labels: dict[str, np.ndarray]
+    classes: list[str]
+    fingerprint: str
+
+    def __init__(self, root: Path | str, paths: Sequence[bytes]) -> None:
+        self._place(root)
+        self.labels, self.classes = {}, []
+        outside = [p for p in paths if p.startswith(b"/") or b".." in p.split(b"/") or b"\0" in p]
+        if outside:
+            raise DataError(f"{self}: {printable(outside[0])}: not a path below this folder")
+        self._paths = Names.of(paths)
+        sizes = _sizes(self._root, paths)
+        if missing := np.flatnonzero(sizes < 0).tolist():
+            raise DataError(
+                f"{self}: {len(missing)} of {len(paths)} files are missing, first "
+                f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
+            )
+        self.fingerprint = _hash(paths, sizes)
+
+    def _place(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
         self._root = os.fsencode(self.root) + b"/"
-        self.unreadable: list[str] = []
-        name = printable(os.fspath(root))
-        if not os.path.exists(root):
-            raise DataError(f"{name}: no such folder; give a folder of images")
-        if not os.path.isdir(root):
-            raise DataError(f"{name}: not a folder; give the folder that holds the images")
-        paths = sorted(self._scan())
-        self.unreadable.sort()
-        if "." in self.unreadable:
-            raise DataError(f"{name}: this folder cannot be read; check its permissions")
-        if not paths:
-            closed = f" (unreadable folders: {len(self.unreadable)})" if self.unreadable else ""
-            raise DataError(
-                f"{name}: no images in this folder or below{closed}; "
-                f"looked for files that end in {', '.join(EXTENSIONS)}"
-            )
-        self.fingerprint = self._hash(paths)
-        self.classes, self.labels = _classes(paths)
-        lengths = np.fromiter(map(len, paths), np.int64, len(paths))
-        self._offsets = np.concatenate([[0], lengths.cumsum()])  # (n + 1,)
-        self._names = np.frombuffer(b"".join(paths), np.uint8)  # all paths, end to end
+
+    def __str__(self) -> str:
+        return printable(os.fspath(self.root))
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._paths)
 
     def read(self, i: int) -> np.ndarray:
         """Pixels of image `i`, (H, W, 3) uint8; `BadImageError` if there are none to be had."""
         try:
-            with open(self._root + self._path(i), "rb") as file:
+            with open(self._root + self._paths[i], "rb") as file:
                 if os.fstat(file.fileno()).st_size > MAX_BYTES:
                     raise BadImageError(f"more than {MAX_BYTES} bytes")
                 data = file.read()
@@ -86,58 +85,170 @@ class Folder:
 
     def name(self, i: int) -> str:
         """Path of image `i` relative to the root, as `printable` writes it."""
-        return printable(self._path(i))
-
-    def _path(self, i: int) -> bytes:
-        if not 0 <= i < len(self):
-            raise IndexError(f"image {i} of {len(self)}")
-        return self._names[self._offsets[i] : self._offsets[i + 1]].tobytes()
-
-    def _scan(self) -> Iterator[bytes]:
-        """Relative paths of all images, in no order. As bytes: not every name is valid UTF-8."""
-        seen: set[tuple[int, int]] = set()
-        folders, links = [b""], list[bytes]()
-        while folders or links:
-            if not folders:
-                # Links come last, the lowest path first, so that real paths win.
-                links.sort(reverse=True)
-                folders.append(links.pop())
-            folder = folders.pop()
-            try:
-                status = os.stat(self._root + folder)
-                if (status.st_dev, status.st_ino) in seen:
-                    continue
-                seen.add((status.st_dev, status.st_ino))
-                with os.scandir(self._root + folder) as entries:
-                    for entry in entries:
-                        if entry.name.startswith(b"."):
-                            continue
-                        path = folder + entry.name
-                        try:
-                            if entry.is_dir():
-                                (links if entry.is_symlink() else folders).append(path + b"/")
-                            elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
-                                yield path
-                        except OSError:  # a link to itself, or into a closed folder
-                            self.unreadable.append(printable(path))
-            except OSError:
-                self.unreadable.append(printable(folder or b"."))
-
-    def _hash(self, paths: list[bytes]) -> str:
-        digest = hashlib.sha256()
-        for path in paths:
-            try:
-                size = os.stat(self._root + path).st_size
-            except OSError:  # gone since the scan
-                size = -1
-            digest.update(b"%b\0%d\n" % (path, size))  # no path contains a zero byte
-        return digest.hexdigest()
+        return printable(self._paths[i])
 
 
-def _classes(paths: list[bytes]) -> tuple[list[str], dict[str, np.ndarray]]:
-    names = sorted({path.partition(b"/")[0] for path in paths})
-    if len(names) < 2 or not all(b"/" in path for path in paths):
-        return [], {}
+class Folder(Files):
+    """Every image file below `root`, sorted by its path; hidden files and folders are left out.
+
+    A folder that is reached twice, as through a looping link, counts once, under its real path
+    where it has one below `root`. Only regular files are ever opened: a pipe would wait for ever.
+
+    The index of a large folder is kept (cache.py) and used again as long as no folder in it has
+    changed, which is how files that come, go or get another name are noticed, and as long as 1,000
+    files, evenly spread, have their old sizes. A few files that were overwritten in place by others
+    of another size go unnoticed until then: the fingerprint is that of the stored sizes.
+
+    Attributes:
+        labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two
+            sub-folders of `root`; otherwise empty.
+        classes: names of these sub-folders, sorted; or those given, if any were.
+        unreadable: folders and links that could not be followed, for the user to see.
+    """
+
+    def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:
+        self._place(root)
+        self.unreadable: list[str] = []
+        name = printable(os.fspath(root))
+        if not os.path.exists(root):
+            raise DataError(f"{name}: no such folder; give a folder of images")
+        if not os.path.isdir(root):
+            raise DataError(f"{name}: not a folder; give the folder that holds the images")
+        index = cache.load("folder", self._root)
+        if index is None or not self._is_current(index):
+            index = self._index(name)
+        self._paths = Names(index["names"], index["offsets"])
+        self.fingerprint = index["fingerprint"].tobytes().decode()
+        found = [printable(c) for c in Names(index["classes"], index["class_offsets"])]
+        self.classes = list(classes) or (found if len(found) > 1 else [])
+        self.labels = {}
+        if found and self.classes:
+            if unknown := sorted(set(found) - set(self.classes)):
+                raise DataError(f"{name}: class {unknown[0]} is not among those of training")
+            # From the classes found here to those given: a test set may lack some.
+            numbers = np.array([self.classes.index(c) for c in found], np.int64)
+            self.labels = {"class": numbers[index["label"]]}
+
+    def _index(self, name: str) -> dict[str, np.ndarray]:
+        began = time.time_ns()
+        visited: dict[bytes, int] = {}
+        paths = sorted(scan(self._root, visited, self.unreadable))
+        self.unreadable.sort()
+        if "." in self.unreadable:
+            raise DataError(f"{name}: this folder cannot be read; check its permissions")
+        if not paths:
+            closed = f" (unreadable folders: {len(self.unreadable)})" if self.unreadable else ""
+            raise DataError(
+                f"{name}: no images in this folder or below{closed}; "
+                f"looked for files that end in {', '.join(EXTENSIONS)}"
+            )
+        sizes, names, folders = _sizes(self._root, paths), Names.of(paths), Names.of(list(visited))
+        classes, label = _classes(paths)
+        index = {
+            "names": names.text,
+            "offsets": names.offsets,
+            "sizes": sizes,
+            "folders": folders.text,
+            "folder_offsets": folders.offsets,
+            "times": np.fromiter(visited.values(), np.int64, len(visited)),
+            "fingerprint": np.frombuffer(_hash(paths, sizes).encode(), np.uint8),
+            "classes": classes.text,
+            "class_offsets": classes.offsets,
+            "label": label,
+        }
+        settled = max(visited.values()) < began - cache.SETTLED_NS
+        if len(paths) >= CACHE_FROM and settled and not self.unreadable:
+            cache.store("folder", self._root, index)
+        return index
+
+    def _is_current(self, index: dict[str, np.ndarray]) -> bool:
+        folders = Names(index["folders"], index["folder_offsets"])
+        try:
+            times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
+        except OSError:
+            return False
+        if times != index["times"].tolist():
+            return False
+        names = Names(index["names"], index["offsets"])
+        some = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
+        sizes = _sizes(self._root, [names[i] for i in some.tolist()])
+        return np.array_equal(sizes, index["sizes"][some])
+
+
+def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Iterator[bytes]:
+    """Relative paths of all images below `root`, in no order. As bytes: not all are valid UTF-8.
+
+    Enters every folder in `visited`, with the time of its last change, and what could not be
+    followed in `unreadable`.
+    """
+    seen: set[tuple[int, int]] = set()
+    folders, links = [b""], list[bytes]()
+    while folders or links:
+        if not folders:
+            # Links come last, the lowest path first, so that real paths win.
+            links.sort(reverse=True)
+            folders.append(links.pop())
+        folder = folders.pop()
+        try:
+            status = os.stat(root + folder)
+            visited[folder] = status.st_mtime_ns
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(root + folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(b"."):
+                        continue
+                    path = folder + entry.name
+                    try:
+                        if entry.is_dir():
+                            (links if entry.is_symlink() else folders).append(path + b"/")
+                        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                            yield path
+                    except OSError:  # a link to itself, or into a closed folder
+                        unreadable.append(printable(path))
+        except OSError:
+            unreadable.append(printable(folder or b"."))
+
+
+def class_folders(root: Path | str) -> list[str]:
+    """What `Folder(root).classes` would be, without looking at every file."""
+    place = os.fsencode(os.path.abspath(root)) + b"/"
+    found = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if not entry.name.startswith(b".") and entry.is_dir():
+                if next(scan(place + entry.name + b"/", {}, []), None) is not None:
+                    found.append(entry.name)
+            elif entry.name.lower().endswith(SUFFIXES):
+                return []
+    return [printable(name) for name in sorted(found)] if len(found) > 1 else []
+
+
+def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
+    """(n,) int64; -1 for what is not there."""
+
+    def size(path: bytes) -> int:
+        try:
+            return os.stat(root + path).st_size
+        except OSError:
+            return -1
+
+    return np.fromiter(map(size, paths), np.int64, len(paths))
+
+
+def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for path, size in zip(paths, sizes.tolist(), strict=True):
+        digest.update(b"%b\0%d\n" % (path, size))  # no path contains a zero byte
+    return digest.hexdigest()
+
+
+def _classes(paths: Sequence[bytes]) -> tuple[Names, np.ndarray]:
+    """The first folders of all paths, sorted, and which is whose; none if a path has no folder."""
+    firsts = [path.partition(b"/")[0] for path in paths]
+    if any(len(first) == len(path) for first, path in zip(firsts, paths, strict=True)):
+        return Names.of([]), np.zeros(0, np.int64)
+    names = sorted(set(firsts))
     index = {name: i for i, name in enumerate(names)}
-    labels = (index[path.partition(b"/")[0]] for path in paths)
-    return [printable(name) for name in names], {"class": np.fromiter(labels, np.int64, len(paths))}
+    return Names.of(names), np.fromiter((index[f] for f in firsts), np.int64, len(paths))

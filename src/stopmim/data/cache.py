@@ -1,0 +1,59 @@
+"""Indexes of large sources, kept from one start to the next.
+
+They lie in ``$STOPMIM_CACHE``, or ``$XDG_CACHE_HOME/stopmim``, or ``~/.cache/stopmim``; an empty
+STOPMIM_CACHE turns them off. A file is a plain .npz, never a pickle, written aside and renamed. Who
+stores an index also stores what proves it, and checks that when loading. A cache that cannot be
+read or written is not used, without a word: it only saves time.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+VERSION = 1  # of what is stored: another one is never read
+
+# A clock of a file system ticks, some only every two seconds: what has changed this recently may
+# change again without another time. Such a source is not kept.
+SETTLED_NS = 3_000_000_000
+
+
+def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
+    """What was stored for `key`, or None."""
+    if (path := _path(kind, key)) is None:
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:  # checks the CRC of every array
+            found = dict(arrays)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+    return found if found.pop("key", np.zeros(0)).tobytes() == key else None
+
+
+def store(kind: str, key: bytes, arrays: dict[str, np.ndarray]) -> None:
+    if (path := _path(kind, key)) is None:
+        return
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with open(handle, "wb") as file:
+                np.savez(file, key=np.frombuffer(key, np.uint8), **arrays)  # type: ignore[arg-type]
+            os.replace(aside, path)
+        except BaseException:
+            os.unlink(aside)
+            raise
+
+
+def _path(kind: str, key: bytes) -> Path | None:
+    folder = os.environ.get("STOPMIM_CACHE")
+    if folder is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(base, "stopmim")
+    if not folder:
+        return None
+    return Path(folder) / f"{kind}-v{VERSION}-{hashlib.sha256(key).hexdigest()[:32]}.npz"

@@ -1,0 +1,85 @@
+"""Which image comes when: a function of (seed, epoch), the same for every number of processes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from stopmim.config import Config
+from stopmim.data.images import Chunked, Images
+from stopmim.errors import UserError
+from stopmim.keys import numpy_generator, torch_generator
+
+
+class Order:
+    """The (epoch, image number) of every part of every batch, from `start` to the last step.
+
+    An epoch is a permutation keyed by (seed, epoch), less the images that do not fill a batch. Only
+    this process holds it; workers are sent the numbers they need. Of each batch only the positions
+    in `shares` are given out: with `shares(...)` of its rank, a process gets its own part.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        config: Config,
+        start: int,
+        *,
+        shares: list[slice],
+        steps_per_epoch: int,
+    ) -> None:
+        self.images, self.seed, self.start, self.shares = images, config.seed, start, shares
+        self.batch_size, self.steps_per_epoch = config.optim.batch_size, steps_per_epoch
+        self.total = config.optim.epochs * steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        current, order = -1, torch.empty(0, dtype=torch.long)
+        for step in range(self.start, self.total):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            if epoch != current:
+                current, order = epoch, permutation(self.images, self.seed, epoch)
+            batch = order[place * self.batch_size : (place + 1) * self.batch_size]
+            for share in self.shares:
+                yield [(epoch, number) for number in batch[share].tolist()]
+
+
+def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:
+    """The parts of a batch that process `rank` of `world` computes, one after the other.
+
+    As positions in the global batch, which all parts of all ranks, in this order, make up.
+    """
+    if batch_size % (world * accumulate):
+        fits = [n for n in range(1, batch_size + 1) if batch_size % (n * accumulate) == 0]
+        raise UserError(
+            f"a batch of {batch_size} in {accumulate} parts cannot be shared by {world} processes; "
+            f"use {', '.join(map(str, fits)) or 'no part more than it has images'}"
+        )
+    part = batch_size // (world * accumulate)
+    first = rank * accumulate
+    return [slice(i * part, (i + 1) * part) for i in range(first, first + accumulate)]
+
+
+def permutation(images: Images, seed: int, epoch: int) -> torch.Tensor:
+    """The order of an epoch, (n,) int64."""
+    if isinstance(images, Chunked):
+        rng = numpy_generator("order", seed, epoch)
+        return torch.from_numpy(nearly_sequential(images.chunks, images.window, rng))
+    return torch.randperm(len(images), generator=torch_generator("order", seed, epoch))
+
+
+def nearly_sequential(chunks: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
+    """A permutation that reads a few chunks at a time, each from its beginning to its end.
+
+    The chunks are put in random order; then every image is set back by a random part of `window`
+    places and all are sorted. So at any time they come from one stretch of `window` images that
+    moves on, as with a shuffle buffer of that size, but none is left behind in it: an image moves
+    less than `window` places from its place in the sequence. Up to `window` images are permuted
+    freely.
+
+    Args:
+        chunks: (k + 1,) where each chunk begins, and the end of the last.
+    """
+    pieces = rng.permutation(len(chunks) - 1).tolist()
+    sequence = np.concatenate([np.arange(chunks[c], chunks[c + 1]) for c in pieces])
+    places = np.arange(len(sequence)) if len(sequence) > window else 0
+    return sequence[np.argsort(places + window * rng.random(len(sequence)), kind="stable")]

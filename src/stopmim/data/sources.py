@@ -1,0 +1,245 @@
+"""From what a user types to images: which kind of source it is, and which of its splits."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from stopmim.data.arrays import npz
+from stopmim.data.cifar import cifar100, is_cifar100
+from stopmim.data.folder import SUFFIXES, Folder, printable
+from stopmim.data.images import Images
+from stopmim.data.layouts import TEST_NAMES, clevr, has_splits, inat2018, split_of_folder
+from stopmim.data.lists import listed
+from stopmim.data.parquet import Parquet
+from stopmim.data.scenes import Scenes
+from stopmim.data.tar import Tar
+from stopmim.errors import DataError, UserError
+
+Split = Literal["train", "test"]
+
+KINDS = (
+    "folder",
+    "splits",
+    "davis",
+    "list",
+    "tar",
+    "parquet",
+    "npz",
+    "cifar100",
+    "inat2018",
+    "clevr",
+)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
+MAX_FILES = 1_000_000  # that a pattern may stand for
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+# A word of a file's name, as in train-00000-of-00004.parquet or imagenet1k-validation-00.tar.
+_SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
+
+
+def open_images(source: str | Path | Images, split: Split | None = None) -> Images:
+    """The images of `source`; docs/data.md has every form.
+
+    Args:
+        source: a folder (plain, or in a known layout), tar shards, Parquet, .npz, a list file,
+            FOLDER@LIST, or scenes[:count[:size[:seed]]]. What it is is found out by looking; a
+            prefix, as in ``tar:some/folder``, decides. Images are returned as they are.
+        split: None takes all images of a source without splits, and else those to train on.
+            The test split of scenes has the seed plus one.
+    """
+    if not isinstance(source, str | Path):
+        return source
+    text = os.fspath(source)
+    kind, colon, rest = text.partition(":")
+    if kind == "scenes":
+        return _scenes(text, split)
+    if not (colon and kind in KINDS):
+        kind, rest = _kind(text), text
+    root = Path(rest)
+    match kind:
+        case "splits":
+            return split_of_folder(root, split)
+        case "list":
+            return _list(rest, split)
+        case "tar":
+            return Tar(_files(rest, ".tar", split))
+        case "parquet":
+            return Parquet(_files(rest, ".parquet", split))
+        case "npz":
+            return npz(root, split)
+        case "cifar100":
+            return cifar100(root, split)
+        case "inat2018":
+            return inat2018(root, split)
+        case "clevr":
+            return clevr(root, split)
+    if split is not None:
+        raise _no_split(rest, split)
+    if kind == "davis":
+        frames = root / "JPEGImages"
+        return Folder(frames / "480p" if (frames / "480p").is_dir() else frames)
+    return Folder(root)
+
+
+def source_of(data: str | Path | Images, images: Images) -> str:
+    """What run.json says the images came from."""
+    named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
+    return str(data) if named else images.fingerprint
+
+
+def _kind(text: str) -> str:
+    """What lies at `text`, by name and content."""
+    if text.lower().endswith(COMPRESSED):
+        raise DataError(
+            f"{printable(text)}: a compressed tar cannot be read from the middle, and images are "
+            f"compressed already; decompress it"
+        )
+    suffix = os.path.splitext(text)[1].lower()
+    is_pattern = not os.path.exists(text) and re.search(r"[*?\[{]", text)
+    if os.path.isfile(text) or is_pattern:
+        kinds = {".tar": "tar", ".parquet": "parquet", ".npz": "npz", ".txt": "list"}
+        if suffix in kinds and not (is_pattern and suffix in (".npz", ".txt")):
+            return kinds[suffix]
+        raise DataError(
+            f"{printable(text)}: not a source of images; looked for a folder, .tar, .parquet, "
+            f".npz or a list .txt; {', '.join(KINDS)}: in front names what it is"
+        )
+    if not os.path.exists(text) and "@" in text:
+        return "list"
+    if not os.path.isdir(text):
+        raise DataError(f"{printable(text)}: no such folder or file; give a folder of images")
+    return _kind_of_folder(Path(text))
+
+
+def _kind_of_folder(root: Path) -> str:
+    if any((root / "scenes" / f"CLEVR_{part}_scenes.json").exists() for part in ("train", "val")):
+        return "clevr"
+    if (root / "train2018.json").exists() or (root / "val2018.json").exists():
+        return "inat2018"
+    if is_cifar100(root):
+        return "cifar100"
+    if (root / "JPEGImages").is_dir():
+        return "davis"
+    try:
+        if has_splits(root):
+            shards = _kind_of_folder(root / "train")
+            return shards if shards in ("tar", "parquet") else "splits"
+        if _in_folder(root, ".parquet"):
+            return "parquet"
+        if _in_folder(root, ".tar"):
+            with os.scandir(os.fsencode(root)) as entries:
+                others = (e.is_dir() or e.name.lower().endswith(SUFFIXES) for e in entries)
+                return "folder" if any(others) else "tar"
+    except OSError:
+        pass  # Folder says what is wrong with it
+    return "folder"
+
+
+def _in_folder(root: Path, suffix: str) -> list[str]:
+    """Files of `root` that end in `suffix`; for Parquet also those of data/, where the Hub has them."""
+    for folder in [root, root / "data"] if suffix == ".parquet" else [root]:
+        if folder.is_dir():
+            with os.scandir(folder) as entries:
+                found = [e.path for e in entries if e.name.lower().endswith(suffix)]
+            if found := [path for path in found if not os.path.basename(path).startswith(".")]:
+                return sorted(found)
+    return []
+
+
+def _files(text: str, suffix: str, split: Split | None) -> list[str]:
+    """The files of one split that a folder, a file, a glob or a brace list stands for."""
+    if os.path.isdir(text):
+        root, found = Path(text), _in_folder(Path(text), suffix)
+        if not found and has_splits(root):  # train/*.tar, val/*.tar
+            return _files(str(_split_folder(root, split)), suffix, None)
+    elif os.path.exists(text):
+        found = [text]
+    else:
+        found = expand(text)
+    if not found:
+        raise DataError(f"{printable(text)}: no file that ends in {suffix}")
+    return _of_split(text, found, split)
+
+
+def _split_folder(root: Path, split: Split | None) -> Path:
+    names = TEST_NAMES if split == "test" else ("train",)
+    return next(root / name for name in names if (root / name).is_dir())
+
+
+def _of_split(text: str, files: Sequence[str], split: Split | None) -> list[str]:
+    """Those of `files` that a word in their names puts in the split."""
+    by_word: dict[str, list[str]] = {}
+    for file in files:
+        found = _SPLIT.findall(os.path.basename(file))
+        by_word.setdefault(found[-1] if found else "", []).append(file)
+    for word in TEST_NAMES if split == "test" else ("train",):
+        if word in by_word:
+            return by_word[word]
+    if split is not None:
+        raise _no_split(text, split)
+    return list(files)
+
+
+def expand(pattern: str) -> list[str]:
+    """What a pattern stands for: first ``{000..146}`` and ``{a,b}``, then ``*`` and ``?``.
+
+    What braces name must be there; what a glob finds is sorted.
+    """
+    names = [pattern]
+    while found := _BRACES.search(names[0]):
+        if ends := _RANGE.fullmatch(found[1]):
+            low, high = ends.groups()
+            width = len(low) if low.startswith("0") else 0
+            choices: Sequence[str] = [
+                f"{i:0{width}d}" for i in range(int(low), min(int(high), int(low) + MAX_FILES) + 1)
+            ]
+        else:
+            choices = found[1].split(",")
+        if len(names) * len(choices) > MAX_FILES:
+            raise DataError(f"{printable(pattern)}: stands for more than {MAX_FILES} files")
+        names = [_BRACES.sub(lambda _, c=c: c, name, count=1) for name in names for c in choices]  # type: ignore[misc]
+    files, missing = list[str](), list[str]()
+    for name in names:
+        here = sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
+        files += here
+        missing += [] if here else [name]
+    if missing:
+        raise DataError(
+            f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
+            f"{printable(missing[0])}"
+        )
+    return list(dict.fromkeys(files))
+
+
+def _list(text: str, split: Split | None) -> Images:
+    """FOLDER@LIST, or a list alone. A list picks from the split to train on, not to test on."""
+    folder, at, path = text.rpartition("@")
+    if not at or os.path.exists(text):
+        if split is not None:
+            raise _no_split(text, split)
+        return listed(text)
+    root = Path(folder)
+    if root.is_dir() and has_splits(root):
+        return split_of_folder(root, split) if split == "test" else listed(path, root / "train")
+    if split is not None:
+        raise _no_split(text, split)
+    return listed(path, root)
+
+
+def _scenes(text: str, split: Split | None) -> Scenes:
+    _, *numbers = text.split(":")
+    if not all(n.isdecimal() and int(n) > 0 for n in numbers[:2]) or len(numbers) > 3:
+        raise UserError(f"{text}: expected scenes[:count[:size[:seed]]], as scenes:10000:64")
+    count, size, seed = [int(n) for n in numbers] + [8192, 64, 0][len(numbers) :]
+    return Scenes(count, size, seed + (split == "test"))
+
+
+def _no_split(text: str, split: Split) -> DataError:
+    return DataError(
+        f"{printable(text)}: no {split} split in this source; looked for train/ and val/, or for "
+        f"these words in the names of files"
+    )
