@@ -12,6 +12,11 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_kept_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["STOPMIM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def timm() -> Any:
     """timm, which needs torchvision, whose wheel for Linux is a CUDA build.

@@ -101,7 +101,7 @@ def interpret(data: bytes) -> Any:
     Strings of Python 2 come out as text, each character a byte. Anything else is a ValueError.
     """
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
 
     def cut() -> list[Any]:
         """Takes everything down to the last mark."""

@@ -40,9 +40,9 @@ def listed(path: Path | str, root: Path | str | None = None) -> Files:
         raise DataError(f"{name}: an empty list; expected one path per line")
     lines = [line.strip() for line in lines]
     paths, labels = _split(name, lines)
-    if not any(b"/" in p for p in paths) and all(map(_IMAGENET.fullmatch, paths)):
-        if not (root / os.fsdecode(paths[0])).exists():
-            paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
+    is_flat = (root / os.fsdecode(paths[0])).exists()
+    if not is_flat and all(map(_IMAGENET.fullmatch, paths)):
+        paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
     twice, times = Counter(paths).most_common(1)[0]
     if times > 1:
         raise DataError(f"{name}: {printable(twice)} is listed {times} times; leave it in once")

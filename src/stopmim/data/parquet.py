@@ -5,7 +5,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,18 +15,27 @@ from stopmim.data.folder import printable
 from stopmim.errors import DataError, UserError
 
 CACHE_BYTES = 2**28  # of row groups, in each process; at least one is kept
-MAX_GROUP = 2**31  # bytes: the least that can be read at a time
-MAX_WINDOW = 16_384  # samples that the order of an epoch mixes at a time
+MAX_GROUP = 2**31  # bytes of the least that can be read at a time
+MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
+
+
+class Contents(NamedTuple):
+    """What a file says of itself."""
+
+    column: str  # of images
+    classes: list[str]
+    groups: list[tuple[int, int]]  # rows and bytes of each row group
+    labels: dict[str, np.ndarray]
 
 
 class Parquet:
     """The images of Parquet files, in the order of the files and of their rows.
 
     A row group is the least that can be read; each process keeps those it used last. `window`, what
-    the order mixes at a time, is chosen so that they suffice: half of `CACHE_BYTES`.
+    the order mixes at a time, is chosen so that half of `CACHE_BYTES` holds it.
 
     Attributes:
-        labels: every integer column without gaps; "label" and "labels" are called "class".
+        labels: every integer column without gaps; "label", "labels" and "y" are called "class".
         classes: names of "class", if the schema has them.
         fingerprint: sha256 of names and sizes of the files, and rows and bytes of their row groups.
         unreadable: files that could not be used, and why.
@@ -34,66 +43,41 @@ class Parquet:
     """
 
     def __init__(self, files: Sequence[str]) -> None:
-        arrow, parquet = _pyarrow(files[0])
-        self.files = list[str]()
-        self.unreadable = list[str]()
-        self.classes = list[str]()
-        self._column = ""
-        self._groups = list[tuple[int, int]]()  # number of a file, number of a row group in it
+        arrow, _ = _pyarrow(files[0])
+        self.files, self.unreadable = list[str](), list[str]()
         self._cached: OrderedDict[int, Any] = OrderedDict()
-        rows, volume, labels, digest = (
-            list[int](),
-            0,
-            list[dict[str, np.ndarray]](),
-            hashlib.sha256(),
-        )
+        found, digest = list[Contents](), hashlib.sha256()
         for path in map(os.path.abspath, files):
-            name = printable(os.path.basename(path))
+            base = os.path.basename(path)
             try:
-                with parquet.ParquetFile(path) as file:
-                    schema, about = file.schema_arrow, file.metadata
-                    column, numbers = _columns(arrow, schema)
-                    table = file.read(columns=numbers, use_threads=False) if numbers else None
+                contents, size = _look(path), os.stat(path).st_size
             except (arrow.ArrowException, OSError) as error:
-                self.unreadable.append(f"{name}: {' '.join(str(error).split())[:100]}")
+                self.unreadable.append(f"{printable(base)}: {_reason(error)}")
                 continue
-            if not column or column != (self._column or column):
-                raise DataError(
-                    f"{name}: no column {self._column or 'of images'}; looked for struct<bytes: "
-                    f"binary, path: string>, got {', '.join(schema.names)[:200]}"
-                )
-            self._column = column
-            self.classes = self.classes or _class_names(schema)
-            digest.update(
-                b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), os.stat(path).st_size)
-            )
-            for g in range(about.num_row_groups):
-                group = about.row_group(g)
-                if group.total_byte_size > MAX_GROUP:
-                    raise DataError(
-                        f"{name}: row group {g} has {group.total_byte_size} bytes; "
-                        f"write the file again with row_group_size=100"
-                    )
-                digest.update(b"%d %d\n" % (group.num_rows, group.total_byte_size))
-                self._groups.append((len(self.files), g))
-                rows.append(group.num_rows)
-                volume += group.total_byte_size
+            found.append(contents)
             self.files.append(path)
-            labels.append(
-                {
-                    label_name(c): table.column(c).to_numpy().astype(np.int64)
-                    for c in numbers
-                    if table.column(c).null_count == 0
-                }
-            )
+            digest.update(b"%b\0%d\n" % (os.fsencode(base), size))
+            for group in contents.groups:
+                digest.update(b"%d %d\n" % group)
+        groups = [(f, g) for f, one in enumerate(found) for g in range(len(one.groups))]
+        self._groups = np.array(groups, np.int64).reshape(-1, 2)  # file, row group in it
+        rows = [rows for one in found for rows, _ in one.groups]
         self.chunks = np.cumsum([0, *rows])
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(f"{printable(files[0])}: no images in {len(files)} Parquet files{lost}")
-        self.window = int(min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // max(1, volume // len(self)))))
         self.fingerprint = digest.hexdigest()
-        common = set.intersection(*map(set, labels))
-        self.labels = {k: np.concatenate([one[k] for one in labels]) for k in sorted(common)}
+        self._column = found[0].column
+        if other := [one.column for one in found if one.column != self._column]:
+            raise DataError(
+                f"{printable(files[0])}: images are in column {self._column}, in another file in "
+                f"column {other[0]}; these are not parts of one data set"
+            )
+        self.classes = found[0].classes
+        common = set.intersection(*(set(one.labels) for one in found))
+        self.labels = {k: np.concatenate([one.labels[k] for one in found]) for k in sorted(common)}
+        bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
+        self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
     def __len__(self) -> int:
         return int(self.chunks[-1])
@@ -103,8 +87,8 @@ class Parquet:
 
     def read(self, i: int) -> np.ndarray:
         """Pixels of image `i`, (H, W, 3) uint8."""
-        group, row = self._place(i)
-        value = self._read_group(group)[row].as_py()
+        group = self._group(i)
+        value = self._read_group(group)[i - int(self.chunks[group])].as_py()
         data = value and value["bytes"]
         if data is None:
             raise BadImageError("no bytes; a path alone is not followed")
@@ -112,29 +96,28 @@ class Parquet:
 
     def name(self, i: int) -> str:
         """File and row."""
-        file = self._groups[self._place(i)[0]][0]
-        first = next(j for j, (f, _) in enumerate(self._groups) if f == file)
-        return f"{printable(os.path.basename(self.files[file]))} row {i - int(self.chunks[first])}"
+        file = self._groups[self._group(i), 0]
+        first = np.searchsorted(self._groups[:, 0], file)  # row group of this file
+        return f"{printable(os.path.basename(self.files[file]))} row {i - self.chunks[first]}"
 
-    def _place(self, i: int) -> tuple[int, int]:
+    def _group(self, i: int) -> int:
         if not 0 <= i < len(self):
             raise IndexError(f"image {i} of {len(self)}")
-        group = int(np.searchsorted(self.chunks, i, side="right")) - 1
-        return group, i - int(self.chunks[group])
+        return int(np.searchsorted(self.chunks, i, side="right")) - 1
 
     def _read_group(self, group: int) -> Any:
         if group in self._cached:
             self._cached.move_to_end(group)
             return self._cached[group]
-        number, g = self._groups[group]
-        arrow, parquet = _pyarrow(self.files[number])
+        file, number = self._groups[group].tolist()
+        arrow, parquet = _pyarrow(self.files[file])
         try:
             # One thread: the pool of threads of a parent does not live on in a forked worker.
-            with parquet.ParquetFile(self.files[number], pre_buffer=False) as file:
+            with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
                 columns = [f"{self._column}.bytes"]
-                table = file.read_row_group(g, columns=columns, use_threads=False)
+                table = opened.read_row_group(number, columns=columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
-            raise BadImageError(" ".join(str(error).split())[:100]) from None
+            raise BadImageError(_reason(error)) from None
         held = self._cached[group] = table.column(self._column)
         while len(self._cached) > 1 and sum(c.nbytes for c in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
@@ -152,32 +135,51 @@ def _pyarrow(source: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _columns(arrow: Any, schema: Any) -> tuple[str, list[str]]:
-    """Names of the first column of images ("" if there is none) and of all integer columns."""
-    types = arrow.types
-    images = [
-        field.name
-        for field in schema
-        if types.is_struct(field.type)
-        and any(
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:100]
+
+
+def _look(path: str) -> Contents:
+    arrow, parquet = _pyarrow(path)
+    types, name = arrow.types, printable(os.path.basename(path))
+
+    def holds_images(kind: Any) -> bool:
+        return types.is_struct(kind) and any(
             child.name == "bytes"
             and (types.is_binary(child.type) or types.is_large_binary(child.type))
-            for child in field.type
+            for child in kind
         )
-    ]
-    return next(iter(images), ""), [f.name for f in schema if types.is_integer(f.type)]
+
+    with parquet.ParquetFile(path, pre_buffer=False) as file:
+        schema, about = file.schema_arrow, file.metadata
+        images = [field.name for field in schema if holds_images(field.type)]
+        if not images:
+            raise DataError(
+                f"{name}: no column of images; looked for struct<bytes: binary, path: string>, "
+                f"got {printable(', '.join(schema.names))[:200]}"
+            )
+        numbers = [field.name for field in schema if types.is_integer(field.type)]
+        table = file.read(columns=numbers, use_threads=False)
+    groups = [about.row_group(g) for g in range(about.num_row_groups)]
+    vast = max((group.total_byte_size for group in groups), default=0)
+    if vast > MAX_GROUP:
+        raise DataError(
+            f"{name}: a row group of {vast} bytes; write the file again with row_group_size=100"
+        )
+    whole = [column for column in numbers if table.column(column).null_count == 0]
+    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    return Contents(images[0], _class_names(schema), sizes, labels)
 
 
 def _class_names(schema: Any) -> list[str]:
     """Of the ClassLabel that becomes "class", from what `datasets` writes beside the schema."""
     try:
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"][
-            "features"
-        ]
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return next(
             [str(name) for name in feature["names"]]
             for column, feature in features.items()
-            if label_name(column) == "class" and feature.get("_type") == "ClassLabel"
+            if label_name(column) == "class" and feature["_type"] == "ClassLabel"
         )
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         return []

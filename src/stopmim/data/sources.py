@@ -140,7 +140,7 @@ def _kind_of_folder(root: Path) -> str:
 
 
 def _in_folder(root: Path, suffix: str) -> list[str]:
-    """Files of `root` that end in `suffix`; for Parquet also those of data/, where the Hub has them."""
+    """Files of `root` that end in `suffix`, or of data/ in it, where the Hub has Parquet."""
     for folder in [root, root / "data"] if suffix == ".parquet" else [root]:
         if folder.is_dir():
             with os.scandir(folder) as entries:

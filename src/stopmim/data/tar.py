@@ -212,7 +212,7 @@ def _label(file: int, member: Member, *, is_json: bool, known: int | None) -> in
 def walk(file: int) -> Iterator[Member]:
     """The regular members of a tar archive: POSIX ustar and pax, and GNU.
 
-    Raises `DamagedError` at the first byte that cannot be understood, and where the end mark is missing.
+    Raises `DamagedError` at what cannot be understood, and where the end mark is missing.
     """
     end = os.fstat(file).st_size
     at, name, size = 0, b"", -1  # the latter two as a preceding header gives them
