@@ -93,7 +93,7 @@ def test_a_resume_in_the_last_epoch_makes_only_that_permutation(
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_with_the_numbers_that_can() -> None:
-    with pytest.raises(UserError, match="by 5 processes; use 1, 2, 3, 4, 6, 8, 12, 24$"):
+    with pytest.raises(UserError, match=r"by 5 processes; use 1, 2, 3, 4, 6, 8, 12, 24$"):
         shares(48, 2, rank=0, world=5)
     assert shares(48, 2, rank=1, world=3) == [slice(16, 24), slice(24, 32)]
 

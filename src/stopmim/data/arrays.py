@@ -58,11 +58,11 @@ def npz(path: Path | str, split: str | None = None) -> Arrays:
     """
     name = printable(str(path))
     try:
-        with np.load(path, allow_pickle=False) as file:
-            keys = list(file.files)
-            prefix = _prefix(name, keys, split)
-            arrays = {k.removeprefix(prefix): file[k] for k in keys if k.startswith(prefix)}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+            prefix = _prefix(name, found.files, split)
+            keys = [key for key in found.files if key.startswith(prefix)]
+            arrays = {key.removeprefix(prefix): found[key] for key in keys}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = " ".join(str(error).split())[:100]
         raise DataError(f"{name}: not a NumPy archive that can be read safely: {reason}") from None
     images = {k: a for k, a in arrays.items() if a.dtype == np.uint8 and _is_images(a)}

@@ -27,9 +27,9 @@ def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
     if (path := _path(kind, key)) is None:
         return None
     try:
-        with np.load(path, allow_pickle=False) as arrays:  # checks the CRC of every array
-            found = dict(arrays)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = dict(arrays)  # having checked the CRC of every array
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return found if found.pop("key", np.zeros(0)).tobytes() == key else None
 
