@@ -1,6 +1,7 @@
 """A stored index saves time and never lies about what is there now."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +76,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "rename": lambda root: (root / "a/1.png").rename(root / "a/0.png"),
     "move": lambda root: (root / "a/1.png").rename(root / "b/deep/1.png"),
     "new folder": lambda root: (root / "c").mkdir(),
-    "remove folder": lambda root: (
-        [p.unlink() for p in (root / "a").iterdir()] and (root / "a").rmdir()
-    ),
+    "remove folder": lambda root: shutil.rmtree(root / "a"),
     "link": lambda root: (root / "c").symlink_to("b/deep"),
     "replace": lambda root: (root / "b").rename(root / "z"),
     "overwrite, where every file is checked": overwrite,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from stopmim.data import open_images
 from stopmim.data.decode import BadImageError
@@ -122,7 +122,7 @@ def test_the_cache_is_bounded_and_the_order_stays_within_it(
 def test_forked_and_spawned_workers_read_for_themselves(tmp_path: Path, context: str) -> None:
     images = Parquet([str(write(tmp_path / "a.parquet", 0, 12))])
     images.read(0)  # the parent has used the library already
-    loader = DataLoader(
+    loader: DataLoader[int] = DataLoader(
         Reader(images),
         batch_size=3,
         num_workers=2,
@@ -132,7 +132,7 @@ def test_forked_and_spawned_workers_read_for_themselves(tmp_path: Path, context:
     assert [value for batch in loader for value in batch] == list(range(12))
 
 
-class Reader:
+class Reader(Dataset[int]):
     def __init__(self, images: Parquet) -> None:
         self.images = images
 

@@ -16,7 +16,7 @@ from stopmim import pretrain
 from stopmim.data import Images, open_images
 from stopmim.data.arrays import Arrays
 from stopmim.data.cifar import interpret
-from stopmim.data.folder import Folder, class_folders
+from stopmim.data.folder import Files, Folder, class_folders
 from stopmim.errors import DataError, UserError
 from tiny import tiny
 
@@ -96,6 +96,7 @@ def test_a_list_of_one_percent_is_numbered_by_all_classes_of_the_root(tmp_path: 
         assert values(images) == [2, 1]
         assert labels(images) == [2, 1]
     whole = Folder(tmp_path / "train")
+    assert isinstance(images, Files)
     assert images.classes == whole.classes == class_folders(tmp_path / "train")
     tested = open_images(f"{tmp_path}@{tmp_path}/1percent.txt", "test")
     assert labels(tested) == [2]
@@ -158,8 +159,8 @@ def test_a_list_that_cannot_be_right_is_one_line(tmp_path: Path, text: str, said
 
 def test_an_npz_of_images_with_any_integer_labels(tmp_path: Path) -> None:
     images = np.arange(5 * 4 * 6 * 3, dtype=np.uint8).reshape(5, 4, 6, 3)
-    more = {"y": np.arange(5, dtype=np.uint8), "colour": np.arange(5)[:, None], "mean": np.ones(5)}
-    np.savez(tmp_path / "a.npz", x=images, **more, other=np.arange(6))
+    y, colour, mean = np.arange(5, dtype=np.uint8), np.arange(5)[:, None], np.ones(5)
+    np.savez(tmp_path / "a.npz", x=images, y=y, colour=colour, mean=mean, other=np.arange(6))
     found = open_images(tmp_path / "a.npz")
     assert np.array_equal(found.read(3), images[3])
     assert {k: v.tolist() for k, v in found.labels.items()} == {

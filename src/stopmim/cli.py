@@ -47,7 +47,7 @@ class Pretrain:
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
-    """a folder of images, or scenes[:count[:size[:seed]]]"""
+    """a folder, tar shards, Parquet, .npz, FOLDER@LIST, or scenes[:count[:size[:seed]]]"""
     out: Annotated[Path | None, arg(metavar="RUN")] = None
     """run directory; if a run is in it already, go on with that"""
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"

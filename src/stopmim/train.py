@@ -188,7 +188,7 @@ def pretrain(
     """Trains an encoder on unlabelled images, or goes on with the run that is in `out`.
 
     Args:
-        data: a folder of images, ``scenes[:count[:size[:seed]]]``, or any `stopmim.data.Images`.
+        data: a folder or another source of images (docs/data.md), or any `stopmim.data.Images`.
         out: the run directory; see run.py for what it will hold.
         preset: a name from `stopmim.presets`, a YAML file, or a Config.
         stop_at: ends after this many updates, as an interruption would; for tests and trials.
@@ -224,6 +224,8 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
     parts = shares(optim.batch_size, runtime.accumulate)
     set_threads(path, runtime.threads)
     begin(path, config, source, images, device)
+    if lost := getattr(images, "unreadable", []):
+        say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
     model = build(config).to(device)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None

@@ -52,12 +52,14 @@ class Files:
         self.labels, self.classes = {}, []
         outside = [p for p in paths if p.startswith(b"/") or b".." in p.split(b"/") or b"\0" in p]
         if outside:
-            raise DataError(f"{self}: {printable(outside[0])}: not a path below this folder")
+            raise DataError(
+                f"{printable(str(root))}: {printable(outside[0])}: not a path below this folder"
+            )
         self._paths = Names.of(paths)
         sizes = _sizes(self._root, paths)
         if missing := np.flatnonzero(sizes < 0).tolist():
             raise DataError(
-                f"{self}: {len(missing)} of {len(paths)} files are missing, first "
+                f"{printable(str(root))}: {len(missing)} of {len(paths)} files are missing, first "
                 f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
             )
         self.fingerprint = _hash(paths, sizes)
@@ -65,9 +67,6 @@ class Files:
     def _place(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
         self._root = os.fsencode(self.root) + b"/"
-
-    def __str__(self) -> str:
-        return printable(os.fspath(self.root))
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -246,9 +245,9 @@ def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
 
 def _classes(paths: Sequence[bytes]) -> tuple[Names, np.ndarray]:
     """The first folders of all paths, sorted, and which is whose; none if a path has no folder."""
-    firsts = [path.partition(b"/")[0] for path in paths]
-    if any(len(first) == len(path) for first, path in zip(firsts, paths, strict=True)):
+    if not all(b"/" in path for path in paths):
         return Names.of([]), np.zeros(0, np.int64)
-    names = sorted(set(firsts))
+    names = sorted({path.partition(b"/")[0] for path in paths})
     index = {name: i for i, name in enumerate(names)}
-    return Names.of(names), np.fromiter((index[f] for f in firsts), np.int64, len(paths))
+    label = (index[path.partition(b"/")[0]] for path in paths)
+    return Names.of(names), np.fromiter(label, np.int64, len(paths))

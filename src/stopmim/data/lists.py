@@ -60,7 +60,7 @@ def listed(path: Path | str, root: Path | str | None = None) -> Files:
     elif all(b"/" in p for p in paths) and (classes := class_folders(root)):
         firsts = [printable(p.partition(b"/")[0]) for p in paths]
         if unknown := sorted(set(firsts) - set(classes)):
-            raise DataError(f"{name}: {unknown[0]} is not a class folder of {files}")
+            raise DataError(f"{name}: {unknown[0]} is not a class folder of {printable(str(root))}")
         index_of = {c: i for i, c in enumerate(classes)}
         files.classes = classes
         files.labels = {"class": np.array([index_of[c] for c in firsts], np.int64)}

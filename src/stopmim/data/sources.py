@@ -9,9 +9,16 @@ from typing import Literal
 
 from stopmim.data.arrays import npz
 from stopmim.data.cifar import cifar100, is_cifar100
-from stopmim.data.folder import SUFFIXES, Folder, printable
+from stopmim.data.folder import EXTENSIONS, Folder, printable
 from stopmim.data.images import Images
-from stopmim.data.layouts import TEST_NAMES, clevr, has_splits, inat2018, split_of_folder
+from stopmim.data.layouts import (
+    TEST_NAMES,
+    are_splits,
+    clevr,
+    has_splits,
+    inat2018,
+    split_of_folder,
+)
 from stopmim.data.lists import listed
 from stopmim.data.parquet import Parquet
 from stopmim.data.scenes import Scenes
@@ -124,18 +131,25 @@ def _kind_of_folder(root: Path) -> str:
         return "cifar100"
     if (root / "JPEGImages").is_dir():
         return "davis"
+    folders, suffixes = set[str](), set[str]()
     try:
-        if has_splits(root):
-            shards = _kind_of_folder(root / "train")
-            return shards if shards in ("tar", "parquet") else "splits"
-        if _in_folder(root, ".parquet"):
-            return "parquet"
-        if _in_folder(root, ".tar"):
-            with os.scandir(os.fsencode(root)) as entries:
-                others = (e.is_dir() or e.name.lower().endswith(SUFFIXES) for e in entries)
-                return "folder" if any(others) else "tar"
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    is_folder = entry.is_dir()
+                    (folders if is_folder else suffixes).add(
+                        entry.name if is_folder else os.path.splitext(entry.name)[1].lower()
+                    )
     except OSError:
-        pass  # Folder says what is wrong with it
+        return "folder"  # which says what is wrong with it
+    if are_splits(folders):
+        shards = _kind_of_folder(root / "train")
+        return shards if shards in ("tar", "parquet") else "splits"
+    if folders == {"data"} and _in_folder(root, ".parquet"):
+        return "parquet"
+    # Beside images a .tar or .parquet is something else: a backup, a table of metadata.
+    if not folders and not suffixes & {f".{extension}" for extension in EXTENSIONS}:
+        return next((s[1:] for s in (".parquet", ".tar") if s in suffixes), "folder")
     return "folder"
 
 

@@ -23,6 +23,7 @@ from stopmim.data.names import Names
 from stopmim.errors import DataError
 
 BLOCK = 512
+AHEAD = 2**14  # bytes: the small members beside an image come with its header
 MAX_MEMBERS = 10_000_000  # of one shard
 MAX_NAME = 2**16
 MAX_RECORD = 2**20  # pax headers and .json members
@@ -217,9 +218,12 @@ def walk(file: int) -> Iterator[Member]:
     end = os.fstat(file).st_size
     at, name, size = 0, b"", -1  # the latter two as a preceding header gives them
     sparse = False
+    held, begin = b"", 0  # the stretch of the file that was read last, and where it begins
     for _ in range(MAX_MEMBERS):
-        block = os.pread(file, 2 * BLOCK, at)
-        header, start = block[:BLOCK], block[BLOCK:]
+        if not begin <= at <= begin + len(held) - 2 * BLOCK:
+            held, begin = os.pread(file, AHEAD, at), at
+        header = held[at - begin : at - begin + BLOCK]
+        start = held[at - begin + BLOCK : at - begin + 2 * BLOCK]
         if not header.strip(b"\0") and len(header) == BLOCK:
             return
         if len(header) < BLOCK:
