@@ -19,7 +19,7 @@ from test_tar import shard
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own cache, for small folders too."""
     monkeypatch.setenv("STOPMIM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("stopmim.data.folder.CACHE_FROM", 1)
+    monkeypatch.setattr("stopmim.data.cache.WORTH_IT", 1)
     return tmp_path / "cache"
 
 

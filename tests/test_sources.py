@@ -18,7 +18,8 @@ from stopmim.data.arrays import Arrays
 from stopmim.data.cifar import interpret
 from stopmim.data.folder import Files, Folder, class_folders
 from stopmim.errors import DataError, UserError
-from tiny import tiny
+from test_tar import shard
+from tiny import assert_same_run, tiny
 
 
 def put(root: Path, *paths: str) -> None:
@@ -472,6 +473,28 @@ def test_the_test_split_of_scenes_has_the_next_seed() -> None:
         open_images("scenes:4:24:6", "test").fingerprint == open_images("scenes:4:24:7").fingerprint
     )
     assert open_images("scenes:4:24:6", "train").fingerprint.endswith("-6")
+
+
+def test_a_backup_beside_images_does_not_turn_them_into_shards(tmp_path: Path) -> None:
+    put(tmp_path, "a/1.png", "b/2.png")
+    for name in ("backup.tar", "metadata.parquet", "a/metadata.parquet"):
+        (tmp_path / name).touch()
+    assert len(open_images(tmp_path)) == 2
+    put(tmp_path / "a", "3.png")
+    assert len(open_images(tmp_path / "a")) == 2
+
+
+def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interruption(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [shard(tmp_path / f"set/train-{i}.tar", 20 * i, 20) for i in range(3)]
+    paths[2].write_bytes(paths[2].read_bytes()[:100])
+    whole = pretrain(tmp_path / "set", tmp_path / "whole", tiny())
+    assert whole.about["data"]["images"] == 40
+    assert "1 folders or files cannot be read in full, as train-2.tar" in capfd.readouterr().err
+    pretrain(tmp_path / "set", tmp_path / "cut", tiny(), stop_at=3)
+    cut = pretrain(tmp_path / "set", tmp_path / "cut", tiny(runtime={"workers": 2}))
+    assert_same_run(cut, whole)
 
 
 @pytest.mark.parametrize(

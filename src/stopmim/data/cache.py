@@ -17,6 +17,8 @@ import numpy as np
 
 VERSION = 1  # of what is stored: another one is never read
 
+WORTH_IT = 10_000  # images: the index of a smaller source is made anew each time
+
 # A clock of a file system ticks, some only every two seconds: what has changed this recently may
 # change again without another time. Such a source is not kept.
 SETTLED_NS = 3_000_000_000

@@ -19,7 +19,6 @@ SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
 # A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
 MAX_BYTES = 2**30
 
-CACHE_FROM = 10_000  # images: the index of a smaller folder is made anew each time
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 
 
@@ -156,7 +155,7 @@ class Folder(Files):
             "label": label,
         }
         settled = max(visited.values()) < began - cache.SETTLED_NS
-        if len(paths) >= CACHE_FROM and settled and not self.unreadable:
+        if len(paths) >= cache.WORTH_IT and settled and not self.unreadable:
             cache.store("folder", self._root, index)
         return index
 
@@ -210,6 +209,11 @@ def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Itera
             unreadable.append(printable(folder or b"."))
 
 
+def holds_images(root: Path | str | bytes) -> bool:
+    """Whether there is an image at any depth; looks no further than the first."""
+    return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
+
+
 def class_folders(root: Path | str) -> list[str]:
     """What `Folder(root).classes` would be, without looking at every file."""
     place = os.fsencode(os.path.abspath(root)) + b"/"
@@ -217,7 +221,7 @@ def class_folders(root: Path | str) -> list[str]:
     with os.scandir(place) as entries:
         for entry in entries:
             if not entry.name.startswith(b".") and entry.is_dir():
-                if next(scan(place + entry.name + b"/", {}, []), None) is not None:
+                if holds_images(place + entry.name):
                     found.append(entry.name)
             elif entry.name.lower().endswith(SUFFIXES):
                 return []

@@ -15,14 +15,11 @@ TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test
 DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # CLEVR/Dist: each class ends with its threshold
 
 
-def are_splits(folders: set[str]) -> bool:
-    """Whether these are train/ and val/ (or validation/, or test/), and no other."""
-    return "train" in folders and len(folders) > 1 and folders <= {"train", *TEST_NAMES}
-
-
 def has_splits(root: Path) -> bool:
+    """Whether `root` holds train/ and val/ (or validation/, or test/), and no other folder."""
     with os.scandir(root) as entries:
-        return are_splits({e.name for e in entries if e.name[0] != "." and e.is_dir()})
+        folders = {e.name for e in entries if not e.name.startswith(".") and e.is_dir()}
+    return "train" in folders and len(folders) > 1 and folders <= {"train", *TEST_NAMES}
 
 
 def split_of_folder(root: Path, split: str | None) -> Folder:

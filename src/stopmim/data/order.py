@@ -50,9 +50,12 @@ def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> l
     """
     if batch_size % (world * accumulate):
         fits = [n for n in range(1, batch_size + 1) if batch_size % (n * accumulate) == 0]
+        counts = (
+            f"use {', '.join(map(str, fits))} processes, or another " if fits else "use another "
+        )
         raise UserError(
             f"a batch of {batch_size} in {accumulate} parts cannot be shared by {world} processes; "
-            f"use {', '.join(map(str, fits)) or 'no part more than it has images'}"
+            f"{counts}--optim.batch_size or --runtime.accumulate"
         )
     part = batch_size // (world * accumulate)
     first = rank * accumulate

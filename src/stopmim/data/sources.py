@@ -9,11 +9,10 @@ from typing import Literal
 
 from stopmim.data.arrays import npz
 from stopmim.data.cifar import cifar100, is_cifar100
-from stopmim.data.folder import EXTENSIONS, Folder, printable
+from stopmim.data.folder import Folder, holds_images, printable
 from stopmim.data.images import Images
 from stopmim.data.layouts import (
     TEST_NAMES,
-    are_splits,
     clevr,
     has_splits,
     inat2018,
@@ -131,25 +130,16 @@ def _kind_of_folder(root: Path) -> str:
         return "cifar100"
     if (root / "JPEGImages").is_dir():
         return "davis"
-    folders, suffixes = set[str](), set[str]()
     try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    is_folder = entry.is_dir()
-                    (folders if is_folder else suffixes).add(
-                        entry.name if is_folder else os.path.splitext(entry.name)[1].lower()
-                    )
+        if has_splits(root):
+            shards = _kind_of_folder(root / "train")
+            return shards if shards in ("tar", "parquet") else "splits"
+        # Beside images a .tar or .parquet is something else: a backup, a table of metadata.
+        for kind in ("parquet", "tar"):
+            if _in_folder(root, f".{kind}") and not holds_images(root):
+                return kind
     except OSError:
-        return "folder"  # which says what is wrong with it
-    if are_splits(folders):
-        shards = _kind_of_folder(root / "train")
-        return shards if shards in ("tar", "parquet") else "splits"
-    if folders == {"data"} and _in_folder(root, ".parquet"):
-        return "parquet"
-    # Beside images a .tar or .parquet is something else: a backup, a table of metadata.
-    if not folders and not suffixes & {f".{extension}" for extension in EXTENSIONS}:
-        return next((s[1:] for s in (".parquet", ".tar") if s in suffixes), "folder")
+        pass  # Folder says what is wrong
     return "folder"
 
 
@@ -205,17 +195,19 @@ def expand(pattern: str) -> list[str]:
     """
     names = [pattern]
     while found := _BRACES.search(names[0]):
+        choices: Sequence[str | int] = found[1].split(",")
+        width = 0
         if ends := _RANGE.fullmatch(found[1]):
-            low, high = ends.groups()
-            width = len(low) if low.startswith("0") else 0
-            choices: Sequence[str] = [
-                f"{i:0{width}d}" for i in range(int(low), min(int(high), int(low) + MAX_FILES) + 1)
-            ]
-        else:
-            choices = found[1].split(",")
+            choices = range(int(ends[1]), int(ends[2]) + 1)
+            width = len(ends[1]) if ends[1].startswith("0") else 0
         if len(names) * len(choices) > MAX_FILES:
             raise DataError(f"{printable(pattern)}: stands for more than {MAX_FILES} files")
-        names = [_BRACES.sub(lambda _, c=c: c, name, count=1) for name in names for c in choices]  # type: ignore[misc]
+        names = [
+            f"{head}{str(choice).zfill(width)}{tail}"
+            for name in names
+            for head, _, tail in [name.partition(found[0])]
+            for choice in choices
+        ]
     files, missing = list[str](), list[str]()
     for name in names:
         here = sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)

@@ -74,7 +74,8 @@ class Tar:
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index() | {"state": state}
-            if state[:, 1].max() < began - cache.SETTLED_NS:
+            settled = state[:, 1].max() < began - cache.SETTLED_NS
+            if len(index["at"]) >= cache.WORTH_IT and settled:
                 cache.store("tar", key, index)
         self._names = Names(index["names"], index["offsets"])
         self._at, self._size, self.chunks = index["at"], index["size"], index["chunks"]
