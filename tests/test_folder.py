@@ -225,6 +225,7 @@ def test_a_useless_root_is_one_line_that_says_what_and_where(
 
 AS_NOBODY = """
 import os, sys
+from stopmim.data import open_images
 from stopmim.data.decode import BadImageError
 from stopmim.data.folder import Folder
 from stopmim.errors import DataError
@@ -238,7 +239,7 @@ except BadImageError as error:
     print(error)
 for closed in ("closed", "only_closed"):
     try:
-        Folder(os.path.join(sys.argv[1], closed))
+        open_images(os.path.join(sys.argv[1], closed))
     except DataError as error:
         print(str(error).split(": ")[1])
 """

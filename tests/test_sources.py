@@ -511,6 +511,8 @@ def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interrupti
         ("npz:{}/file.xyz", "not a NumPy archive"),
         ("list:{}/nothing.txt", "cannot be read: No such file"),
         ("{}/nothing@{}/list.txt", "cannot be read: No such file"),
+        ("splits:{}", "train: no such folder"),
+        ("davis:{}", "JPEGImages: no such folder"),
         ("{}/*.tar", "1 of 1 names lead to no file"),
     ],
 )

@@ -159,8 +159,10 @@ def test_missing_shards_of_a_brace_list_are_counted(tmp_path: Path) -> None:
     shard(tmp_path / "a-00.tar", 0, 1)
     with pytest.raises(DataError, match=r"2 of 3 names lead to no file, first .*a-01\.tar$"):
         open_images(f"{tmp_path}/a-{{00..02}}.tar")
-    with pytest.raises(DataError, match="more than 1000000 files"):
+    with pytest.raises(DataError, match="none or over 1000000 files"):
         open_images(f"{tmp_path}/a-{{0..99999999999}}.tar")
+    with pytest.raises(DataError, match="none or over"):
+        open_images(f"{tmp_path}/a-{{7..3}}.tar")
 
 
 # ------------------------------------------------------------- damaged shards

@@ -4,6 +4,7 @@ The Python release is a pickle, which can run anything. It is not unpickled here
 that the file is made of are interpreted, and anything else is refused.
 """
 
+import os
 import pickletools
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, planes of red, green and b
 
 
 def is_cifar100(root: Path) -> bool:
-    return all((root / n).is_file() for n in ("train.bin", "test.bin")) or all(
-        (root / n).is_file() for n in ("train", "test", "meta")
-    )
+    releases = ("train.bin", "test.bin"), ("train", "test", "meta")
+    return any(all(os.path.isfile(root / name) for name in names) for names in releases)
 
 
 def cifar100(root: Path | str, split: str | None = None) -> Arrays:
@@ -33,7 +33,7 @@ def cifar100(root: Path | str, split: str | None = None) -> Arrays:
         )
     binary = root / f"{part}.bin"
     if binary.exists():
-        data = np.fromfile(binary, np.uint8)
+        data = np.frombuffer(_bytes(binary), np.uint8)
         if not data.size or data.size % RECORD:
             raise DataError(
                 f"{printable(str(binary))}: not a whole number of {RECORD}-byte records"
@@ -56,9 +56,17 @@ def cifar100(root: Path | str, split: str | None = None) -> Arrays:
     return Arrays(images, labels, [printable(name) for name in classes], f"cifar100 {part}")
 
 
-def _read(path: Path) -> Any:
+def _bytes(path: Path) -> bytes:
     try:
-        return interpret(path.read_bytes())
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{printable(str(path))}: {error.strerror}") from None
+
+
+def _read(path: Path) -> Any:
+    data = _bytes(path)
+    try:
+        return interpret(data)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = " ".join(str(error).split())[:100]
         raise DataError(

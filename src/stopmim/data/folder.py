@@ -112,9 +112,7 @@ class Folder(Files):
             raise DataError(f"{name}: no such folder; give a folder of images")
         if not os.path.isdir(root):
             raise DataError(f"{name}: not a folder; give the folder that holds the images")
-        index = cache.load("folder", self._root)
-        if index is None or not self._is_current(index):
-            index = self._index(name)
+        index = self._stored() or self._index(name)
         self._paths = Names(index["names"], index["offsets"])
         self.fingerprint = index["fingerprint"].tobytes().decode()
         found = [printable(c) for c in Names(index["classes"], index["class_offsets"])]
@@ -159,18 +157,20 @@ class Folder(Files):
             cache.store("folder", self._root, index)
         return index
 
-    def _is_current(self, index: dict[str, np.ndarray]) -> bool:
+    def _stored(self) -> dict[str, np.ndarray] | None:
+        """The index that was kept, if it is still true."""
+        if (index := cache.load("folder", self._root)) is None:
+            return None
         folders = Names(index["folders"], index["folder_offsets"])
         try:
             times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
         except OSError:
-            return False
-        if times != index["times"].tolist():
-            return False
+            return None
         names = Names(index["names"], index["offsets"])
         some = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
         sizes = _sizes(self._root, [names[i] for i in some.tolist()])
-        return np.array_equal(sizes, index["sizes"][some])
+        is_true = times == index["times"].tolist() and np.array_equal(sizes, index["sizes"][some])
+        return index if is_true else None
 
 
 def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Iterator[bytes]:
@@ -214,18 +214,26 @@ def holds_images(root: Path | str | bytes) -> bool:
     return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
 
 
+def subfolders(root: bytes) -> list[bytes]:
+    """Names of the folders in `root` that are not hidden; none if it cannot be read."""
+
+    def is_folder(entry: os.DirEntry[bytes]) -> bool:
+        return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+    try:
+        with os.scandir(root) as entries:
+            return sorted(e.name for e in entries if not e.name.startswith(b".") and is_folder(e))
+    except OSError:
+        return []
+
+
 def class_folders(root: Path | str) -> list[str]:
     """What `Folder(root).classes` would be, without looking at every file."""
-    place = os.fsencode(os.path.abspath(root)) + b"/"
-    found = []
-    with os.scandir(place) as entries:
-        for entry in entries:
-            if not entry.name.startswith(b".") and entry.is_dir():
-                if holds_images(place + entry.name):
-                    found.append(entry.name)
-            elif entry.name.lower().endswith(SUFFIXES):
-                return []
-    return [printable(name) for name in sorted(found)] if len(found) > 1 else []
+    place = os.fsencode(os.path.abspath(root))
+    found = [name for name in subfolders(place) if holds_images(place + b"/" + name)]
+    if len(found) < 2 or any(name.lower().endswith(SUFFIXES) for name in os.listdir(place)):
+        return []
+    return [printable(name) for name in found]
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
@@ -242,7 +250,7 @@ def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
 
 def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
     digest = hashlib.sha256()
-    for path, size in zip(paths, sizes.tolist(), strict=True):
+    for path, size in zip(paths, sizes, strict=True):
         digest.update(b"%b\0%d\n" % (path, size))  # no path contains a zero byte
     return digest.hexdigest()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stopmim.data.folder import Files, Folder, class_folders, printable
+from stopmim.data.folder import Files, Folder, class_folders, printable, subfolders
 from stopmim.errors import DataError
 
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
@@ -17,9 +17,14 @@ DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # CLEVR/Dist: each class ends wit
 
 def has_splits(root: Path) -> bool:
     """Whether `root` holds train/ and val/ (or validation/, or test/), and no other folder."""
-    with os.scandir(root) as entries:
-        folders = {e.name for e in entries if not e.name.startswith(".") and e.is_dir()}
+    folders = {os.fsdecode(name) for name in subfolders(os.fsencode(root))}
     return "train" in folders and len(folders) > 1 and folders <= {"train", *TEST_NAMES}
+
+
+def split_folder(root: Path, split: str | None) -> Path:
+    """Where a split of `root` lies."""
+    names = TEST_NAMES if split == "test" else ("train",)
+    return next((root / name for name in names if os.path.isdir(root / name)), root / names[0])
 
 
 def split_of_folder(root: Path, split: str | None) -> Folder:
@@ -27,10 +32,8 @@ def split_of_folder(root: Path, split: str | None) -> Folder:
 
     Classes are numbered by the folders of train/ in all splits.
     """
-    if split != "test":
-        return Folder(root / "train")
-    found = next(root / name for name in TEST_NAMES if (root / name).is_dir())
-    return Folder(found, class_folders(root / "train"))
+    classes = class_folders(root / "train") if split == "test" else ()
+    return Folder(split_folder(root, split), classes)
 
 
 def inat2018(root: Path, split: str | None = None) -> Files:

@@ -16,6 +16,7 @@ from stopmim.data.layouts import (
     clevr,
     has_splits,
     inat2018,
+    split_folder,
     split_of_folder,
 )
 from stopmim.data.lists import listed
@@ -42,7 +43,7 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 MAX_FILES = 1_000_000  # that a pattern may stand for
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 # A word of a file's name, as in train-00000-of-00004.parquet or imagenet1k-validation-00.tar.
 _SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
 
@@ -122,35 +123,36 @@ def _kind(text: str) -> str:
 
 
 def _kind_of_folder(root: Path) -> str:
-    if any((root / "scenes" / f"CLEVR_{part}_scenes.json").exists() for part in ("train", "val")):
+    def has(name: str) -> bool:
+        return os.path.exists(root / name)
+
+    if has("scenes/CLEVR_train_scenes.json") or has("scenes/CLEVR_val_scenes.json"):
         return "clevr"
-    if (root / "train2018.json").exists() or (root / "val2018.json").exists():
+    if has("train2018.json") or has("val2018.json"):
         return "inat2018"
     if is_cifar100(root):
         return "cifar100"
-    if (root / "JPEGImages").is_dir():
+    if os.path.isdir(root / "JPEGImages"):
         return "davis"
-    try:
-        if has_splits(root):
-            shards = _kind_of_folder(root / "train")
-            return shards if shards in ("tar", "parquet") else "splits"
-        # Beside images a .tar or .parquet is something else: a backup, a table of metadata.
-        for kind in ("parquet", "tar"):
-            if _in_folder(root, f".{kind}") and not holds_images(root):
-                return kind
-    except OSError:
-        pass  # Folder says what is wrong
+    if has_splits(root):
+        shards = _kind_of_folder(root / "train")
+        return shards if shards in ("tar", "parquet") else "splits"
+    # Beside images a .tar or .parquet is something else: a backup, a table of metadata.
+    for kind in ("parquet", "tar"):
+        if _in_folder(root, f".{kind}") and not holds_images(root):
+            return kind
     return "folder"
 
 
 def _in_folder(root: Path, suffix: str) -> list[str]:
     """Files of `root` that end in `suffix`, or of data/ in it, where the Hub has Parquet."""
     for folder in [root, root / "data"] if suffix == ".parquet" else [root]:
-        if folder.is_dir():
-            with os.scandir(folder) as entries:
-                found = [e.path for e in entries if e.name.lower().endswith(suffix)]
-            if found := [path for path in found if not os.path.basename(path).startswith(".")]:
-                return sorted(found)
+        try:
+            names = [n for n in os.listdir(folder) if n.lower().endswith(suffix) and n[0] != "."]
+        except OSError:
+            continue
+        if found := [os.path.join(folder, n) for n in names if os.path.isfile(folder / n)]:
+            return sorted(found)
     return []
 
 
@@ -159,7 +161,7 @@ def _files(text: str, suffix: str, split: Split | None) -> list[str]:
     if os.path.isdir(text):
         root, found = Path(text), _in_folder(Path(text), suffix)
         if not found and has_splits(root):  # train/*.tar, val/*.tar
-            return _files(str(_split_folder(root, split)), suffix, None)
+            return _files(str(split_folder(root, split)), suffix, None)
     elif os.path.exists(text):
         found = [text]
     else:
@@ -167,11 +169,6 @@ def _files(text: str, suffix: str, split: Split | None) -> list[str]:
     if not found:
         raise DataError(f"{printable(text)}: no file that ends in {suffix}")
     return _of_split(text, found, split)
-
-
-def _split_folder(root: Path, split: Split | None) -> Path:
-    names = TEST_NAMES if split == "test" else ("train",)
-    return next(root / name for name in names if (root / name).is_dir())
 
 
 def _of_split(text: str, files: Sequence[str], split: Split | None) -> list[str]:
@@ -200,8 +197,8 @@ def expand(pattern: str) -> list[str]:
         if ends := _RANGE.fullmatch(found[1]):
             choices = range(int(ends[1]), int(ends[2]) + 1)
             width = len(ends[1]) if ends[1].startswith("0") else 0
-        if len(names) * len(choices) > MAX_FILES:
-            raise DataError(f"{printable(pattern)}: stands for more than {MAX_FILES} files")
+        if not 0 < len(names) * len(choices) <= MAX_FILES:
+            raise DataError(f"{printable(pattern)}: stands for none or over {MAX_FILES} files")
         names = [
             f"{head}{str(choice).zfill(width)}{tail}"
             for name in names
