@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -144,11 +145,13 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("/etc/x.png\n", "not a path below"),
         ("a/1.png\na/2\n", "a/2: neither an image file nor"),
         ("\n\n", "an empty list"),
+        ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would wait for ever
         ("n01440764_1.JPEG\n", r"first n01440764/n01440764_1\.JPEG"),
     ],
 )
 def test_a_list_that_cannot_be_right_is_one_line(tmp_path: Path, text: str, said: str) -> None:
     put(tmp_path, "a/1.png", "b/2.png")
+    os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(DataError, match=said) as caught:
         open_images(f"{tmp_path}@{tmp_path}/list.txt")

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -237,13 +238,14 @@ def class_folders(root: Path | str) -> list[str]:
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
-    """(n,) int64; -1 for what is not there."""
+    """(n,) int64; -1 for what is not there, or not a regular file."""
 
     def size(path: bytes) -> int:
         try:
-            return os.stat(root + path).st_size
+            status = os.stat(root + path)
         except OSError:
             return -1
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     return np.fromiter(map(size, paths), np.int64, len(paths))
 

@@ -40,7 +40,7 @@ def listed(path: Path | str, root: Path | str | None = None) -> Files:
         raise DataError(f"{name}: an empty list; expected one path per line")
     lines = [line.strip() for line in lines]
     paths, labels = _split(name, lines)
-    is_flat = (root / os.fsdecode(paths[0])).exists()
+    is_flat = os.path.exists(root / os.fsdecode(paths[0]))
     if not is_flat and all(map(_IMAGENET.fullmatch, paths)):
         paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
     twice, times = Counter(paths).most_common(1)[0]
