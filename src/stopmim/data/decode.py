@@ -130,7 +130,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
-    return np.array(image.convert("RGB"))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _to_grey8(values: np.ndarray) -> np.ndarray:

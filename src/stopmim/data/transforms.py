@@ -1,7 +1,8 @@
 """Crops on the CPU, one image at a time; flip, grey, blur and normalisation on the device.
 
-Shapes: B images, S pixels along one edge of a crop. Up to the device images are uint8; `augment`
-and `normalise` return float32. Nothing here waits for the device.
+Shapes: B images, S pixels along one edge of a crop. Up to the device images are uint8 and lie in
+memory as H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here waits
+for the device.
 """
 
 import math
@@ -57,9 +58,9 @@ def crop_box(
 
 
 def _resize(image: np.ndarray, height: int, width: int, mode: Mode) -> Tensor:
-    # A view in the memory order H, W, 3: made contiguous as 3, H, W it would take half as long
-    # again. torch warns of arrays that cannot be written, so those are copied.
-    pixels = torch.from_numpy(np.require(image, requirements="W")).permute(2, 0, 1)[None]
+    # A copy of the crop alone, in memory order H, W, 3 and seen as a batch: torch then resizes the
+    # three channels together, in two thirds of the time it takes with a view or with 3, H, W.
+    pixels = torch.from_numpy(np.require(image, requirements="CW"))[None].permute(0, 3, 1, 2)
     return F.interpolate(pixels, (height, width), mode=mode, antialias=True)[0]
 
 
