@@ -48,6 +48,8 @@ class DataConfig(Section):
     """crop: random crop alone (I-JEPA). released: also flip, greyscale, blur. null: as compat"""
     max_bad: float = Field(default=0.01, ge=0, le=1)
     """share of unreadable images above which the run stops"""
+    skip: str | None = Field(default=None, pattern=r"\.jsonl$")
+    """list of images to leave out: what `stopmim check --fix-list` writes, or a bad_files.jsonl"""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -156,6 +158,8 @@ class RuntimeConfig(Section):
     """activation checkpointing: about a third of the memory of activations, a third more time"""
     workers: int | None = Field(default=None, ge=0)
     """processes that read images; null: one per core, at most 8, none for data in memory"""
+    worker_timeout: int = Field(default=300, ge=0)
+    """seconds after which a process that reads one image counts as hanging; 0: never"""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; null: torch's own choice, and on resume that of the first start"""
     log_every: int = Field(default=10, ge=1)

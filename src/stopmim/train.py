@@ -22,6 +22,7 @@ from stopmim import checkpoint, masking
 from stopmim.config import Config
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
+from stopmim.data.skip import without_skipped
 from stopmim.data.transforms import augment, normalise
 from stopmim.errors import (
     CheckpointError,
@@ -198,7 +199,8 @@ def pretrain(
     with claimed(path):
         try:
             images = open_images(data)
-            _train(images, source_of(data, images), path, config, stop_at)
+            source = source_of(data, images)
+            _train(without_skipped(images, config.data.skip), source, path, config, stop_at)
         except UserError:
             raise
         except torch.OutOfMemoryError as error:

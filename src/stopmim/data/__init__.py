@@ -4,16 +4,13 @@ Everything is a function of (seed, epoch, image number). Neither the number of w
 a run is resumed at changes a sample.
 """
 
-import os
-import signal
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from stopmim.config import Config
 from stopmim.data.decode import BadImageError
@@ -22,7 +19,8 @@ from stopmim.data.order import Order, shares
 from stopmim.data.scenes import Scenes
 from stopmim.data.sources import open_images, source_of
 from stopmim.data.transforms import crop_box, draw_augmentation, resized_crop
-from stopmim.errors import DataError, ResourceError
+from stopmim.data.workers import Watched, batches, cores, shared
+from stopmim.errors import DataError
 from stopmim.keys import numpy_generator
 
 __all__ = [
@@ -31,6 +29,7 @@ __all__ = [
     "Loaded",
     "Order",
     "Sample",
+    "default_workers",
     "loader",
     "open_images",
     "shares",
@@ -56,9 +55,10 @@ class Loaded(NamedTuple):
 class Crops(Dataset[Sample]):
     """Random crops of `images`, asked for by (epoch, image number)."""
 
-    def __init__(self, images: Images, config: Config) -> None:
+    def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
         self.images, self.size, self.seed = images, config.image_size, config.seed
         self.scale = config.data.crop_scale
+        self.watched = watched or images
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, number = key
@@ -71,21 +71,25 @@ class Crops(Dataset[Sample]):
 
     def _read(self, epoch: int, number: int) -> tuple[np.ndarray | None, list[tuple[str, str]]]:
         bad: list[tuple[str, str]] = []
-        # The replacements are keyed as well: a resumed run takes the same ones.
-        others = numpy_generator("replace", self.seed, epoch, number)
-        for candidate in (number, *others.integers(len(self.images), size=REPLACEMENTS).tolist()):
+        for candidate in self._candidates(epoch, number):
             try:
-                return self.images.read(candidate), bad
+                return self.watched.read(candidate), bad
             except BadImageError as error:
                 bad.append((self.images.name(candidate), str(error)))
         return None, bad
+
+    def _candidates(self, epoch: int, number: int) -> Iterator[int]:
+        yield number
+        # The replacements are keyed as well: a resumed run takes the same ones.
+        others = numpy_generator("replace", self.seed, epoch, number)
+        yield from others.integers(len(self.images), size=REPLACEMENTS).tolist()
 
 
 def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator[Loaded]:
     """The parts of every batch from step `start` on, in order, read by worker processes."""
     workers = config.runtime.workers
     if workers is None:
-        workers = 0 if isinstance(images, Scenes) else min(8, os.cpu_count() or 1)
+        workers = default_workers(images)
     order = Order(
         images,
         config,
@@ -93,34 +97,13 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
         shares=shares(config.optim.batch_size, config.runtime.accumulate),
         steps_per_epoch=steps_per_epoch(images, config),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # more workers than cores: the user's choice
-        batches: DataLoader[Sample] = DataLoader(
-            Crops(images, config),
-            batch_sampler=order,
-            num_workers=workers,
-            collate_fn=_collate,
-            pin_memory=pin,
-            prefetch_factor=4 if workers else None,
-            worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # the seeds of workers: the global one is the user's
-        )
-        parts = iter(batches)
-    try:
-        yield from parts
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise ResourceError(
-            f"a worker process that reads images died ({str(error).splitlines()[0]}); "
-            f"too little memory? try --runtime.workers {max(0, workers // 2)}"
-        ) from None
+    watched = Watched(images, workers, config.runtime.worker_timeout)
+    return batches(Crops(images, config, watched), order, _collate, watched, pin=pin)
 
 
-def _ignore_signals(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal: workers go on until the run has saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def default_workers(images: Images) -> int:
+    """One per core, but no more than 8; images that are made in memory come faster without."""
+    return 0 if isinstance(images, Scenes) else min(8, cores())
 
 
 def steps_per_epoch(images: Images, config: Config) -> int:
@@ -136,10 +119,9 @@ def steps_per_epoch(images: Images, config: Config) -> int:
 def _collate(samples: list[Sample]) -> Loaded:
     bad = [entry for sample in samples for entry in sample.bad]
     images = [sample.image for sample in samples if sample.image is not None]
-    if len(images) < len(samples):
-        images = []  # the whole batch is refused; the reader of `bad` says why
-    return Loaded(
-        torch.stack(images) if images else torch.empty(0),
-        torch.from_numpy(np.stack([sample.augmentation for sample in samples])),
-        bad,
-    )
+    whole = torch.empty(0)  # the batch is refused; the reader of `bad` says why
+    if len(images) == len(samples):
+        # Stacked in the memory order they have, which is H, W, 3.
+        whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
+    return Loaded(shared(whole), shared(augmentation), bad)

@@ -12,10 +12,12 @@ How the unusual becomes 8-bit RGB:
 
 import contextlib
 import io
+import logging
 import os
 import re
 import threading
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -48,6 +50,13 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+# Without a handler of its own Pillow's complaints about a file would go to stderr; the reason goes
+# into `BadImageError`. Whoever sets logging up still gets them.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
+
+_noticed = threading.local()
+
+
 class BadImageError(Exception):
     """One image that cannot be used; the text is the reason, in one line."""
 
@@ -58,6 +67,8 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     `max_pixels` is checked in the header, before memory is taken. To go beyond `MAX_PIXELS` raise
     Pillow's own limit as well. Whatever is wrong with the bytes comes out as `BadImageError`.
     """
+    if (files := getattr(_noticed, "files", None)) is not None:
+        files.append(data)
     if not data:
         raise BadImageError("empty file")
     try:
@@ -78,6 +89,28 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
     return np.ascontiguousarray(image)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[list[bytes]]:
+    """Collects the files that `decode` is given in this thread, whatever source they come from."""
+    _noticed.files = list[bytes]()
+    try:
+        yield _noticed.files
+    finally:
+        del _noticed.files
+
+
+def kind(data: bytes) -> str:
+    """What sort of image a file is, from its header: format and mode, as "JPEG RGB"."""
+    try:
+        with _quiet, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
+                return f"{image.format} {image.mode}{several}"
+    except Exception:
+        return "unknown"
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

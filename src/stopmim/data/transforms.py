@@ -1,8 +1,8 @@
 """Crops on the CPU, one image at a time; flip, grey, blur and normalisation on the device.
 
 Shapes: B images, S pixels along one edge of a crop. Up to the device images are uint8 and lie in
-memory as H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here waits
-for the device.
+memory as H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here
+waits for the device.
 """
 
 import math
@@ -57,11 +57,14 @@ def crop_box(
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def _resize(image: np.ndarray, height: int, width: int, mode: Mode) -> Tensor:
+def resized(
+    image: np.ndarray, height: int, width: int, mode: Mode = "bilinear", *, antialias: bool = True
+) -> Tensor:
+    """`image` (H, W, 3), uint8, as (3, height, width): Pillow's filter, or OpenCV's without."""
     # A copy of the crop alone, in memory order H, W, 3 and seen as a batch: torch then resizes the
     # three channels together, in two thirds of the time it takes with a view or with 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements="CW"))[None].permute(0, 3, 1, 2)
-    return F.interpolate(pixels, (height, width), mode=mode, antialias=True)[0]
+    return F.interpolate(pixels, (height, width), mode=mode, antialias=antialias)[0]
 
 
 def resized_crop(
@@ -69,7 +72,7 @@ def resized_crop(
 ) -> Tensor:
     """The `box` (top, left, height, width) of `image` (H, W, 3), resized to (3, S, S) uint8."""
     top, left, height, width = box
-    return _resize(image[top : top + height, left : left + width], size, size, mode)
+    return resized(image[top : top + height, left : left + width], size, size, mode)
 
 
 def center_crop(
@@ -93,7 +96,7 @@ def center_crop(
     else:
         height, width = int(short * height / width), short
     top, left = round((height - size) / 2), round((width - size) / 2)
-    return _resize(image, height, width, mode)[:, top : top + size, left : left + size]
+    return resized(image, height, width, mode)[:, top : top + size, left : left + size]
 
 
 def draw_augmentation(rng: np.random.Generator) -> np.ndarray:

@@ -16,6 +16,7 @@ from stopmim.analysis import curves, pictures, similarity
 from stopmim.analysis.curves import number
 from stopmim.config import Config, flatten, to_yaml
 from stopmim.data import Images, open_images
+from stopmim.data.skip import without_skipped
 from stopmim.errors import UserError
 from stopmim.keys import torch_generator
 from stopmim.mim import MaskedImageModel
@@ -205,6 +206,7 @@ def _previews(
         if not (source := _said(data, "source")):
             raise UserError("run.json does not say where they are")
         images = open_images(source)
+    images = without_skipped(images, config.data.skip)
     if images.fingerprint != data.get("fingerprint"):
         raise UserError("the images found now are not those that the run began with")
     found = pictures.previews(images, config, step=0, count=PREVIEWS)
