@@ -18,7 +18,7 @@ from tyro.conf import Positional, Suppress, arg, subcommand
 
 from stopmim._version import __version__
 from stopmim.config import Config, Section, parse_yaml
-from stopmim.errors import UserError
+from stopmim.errors import DataError, UserError
 
 Changes = Suppress[dict[str, Any]]
 
@@ -73,6 +73,31 @@ class Pretrain:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Look at every image: broken ones, copies, sizes, kinds, and what training would take."""
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    """a folder of images, or scenes[:count[:size[:seed]]]"""
+    preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"
+    """what the images are meant for: see `stopmim presets`, or a YAML file"""
+    fix_list: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """write the broken images there; pretrain --data.skip FILE.jsonl leaves them out"""
+    limit: int | None = None
+    """look at this many, evenly spread, instead of all"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        from stopmim.check import check
+
+        report = check(
+            self.data, self.preset, self.changes, fix_list=self.fix_list, limit=self.limit
+        )
+        print(report.text())
+        if report.problem:
+            raise DataError(report.problem)
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure speed; one JSON line for each figure."""
 
@@ -118,6 +143,7 @@ class Presets:
 Command = (
     Annotated[Demo, subcommand("demo")]
     | Annotated[Pretrain, subcommand("pretrain")]
+    | Annotated[Check, subcommand("check")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Presets, subcommand("presets")]
 )
@@ -151,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def parse(words: list[str]) -> Demo | Pretrain | Bench | Presets | None:
+def parse(words: list[str]) -> Demo | Pretrain | Check | Bench | Presets | None:
     """The command that `words` ask for; None if they asked for help and got it."""
     if words == ["--version"]:
         print(f"stopmim {__version__}")

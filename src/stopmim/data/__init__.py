@@ -98,7 +98,13 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
         steps_per_epoch=steps_per_epoch(images, config),
     )
     watched = Watched(images, workers, config.runtime.worker_timeout)
-    return batches(Crops(images, config, watched), order, _collate, watched, pin=pin)
+    found = batches(Crops(images, config, watched), order, _collate, watched)
+    return map(_pinned, found) if pin else found
+
+
+def _pinned(loaded: Loaded) -> Loaded:
+    """In memory that a GPU can copy from while it computes."""
+    return Loaded(loaded.images.pin_memory(), loaded.augmentation.pin_memory(), loaded.bad)
 
 
 def default_workers(images: Images) -> int:

@@ -1,24 +1,32 @@
 """Worker processes that read images, and what is said when one of them dies.
 
-A worker notes in shared memory which image it is at, so that a message can name the one that killed
-it, and sets an alarm that kills it should the image take too long.
+Every worker has a pipe of its own, whose other end closes when the worker dies, however it dies;
+torch's DataLoader shares one queue between all, where a kill at the wrong moment blocks everybody.
+A worker notes in shared memory which image it is at, so that a message can name it, and sets an
+alarm that kills it should the image take too long.
 """
 
-import multiprocessing
+import atexit
+import errno
 import os
 import signal
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from stopmim.data.decode import BadImageError
 from stopmim.errors import ResourceError
 
-NOTHING = -1  # in the table, for a worker that is between two images
+AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
+ORPHAN_SECONDS = 5.0  # between two looks whether the parent still lives
+
+_number: int | None = None  # of this worker; None in the process that trains
 
 
 class Readable(Protocol):
@@ -27,6 +35,13 @@ class Readable(Protocol):
     def read(self, i: int) -> np.ndarray: ...
 
     def name(self, i: int) -> str: ...
+
+
+class Failure(NamedTuple):
+    """What a worker sends in the place of a batch."""
+
+    reason: str
+    image: int | None  # that was being read
 
 
 def cores() -> int:
@@ -44,35 +59,27 @@ class Watched:
 
     def __init__(self, images: Readable, workers: int, timeout: float) -> None:
         self.images, self.workers, self.timeout = images, workers, timeout
-        self.table = torch.full((workers, 2), NOTHING).share_memory_()  # process id, image number
+        self.reading = torch.full((workers,), -1).share_memory_()  # image that each worker is at
 
     def read(self, i: int) -> np.ndarray:
-        worker = get_worker_info()
-        if worker is None:
+        if _number is None:
             return self.images.read(i)
-        self.table[worker.id, 0], self.table[worker.id, 1] = os.getpid(), i
-        # Nothing handles this alarm, so it ends the process, even from within a hanging C library.
+        self.reading[_number] = i
+        # Nothing handles this alarm: it ends the process, even from within a C library that hangs.
         signal.setitimer(signal.ITIMER_REAL, self.timeout)
         try:
-            return self.images.read(i)
+            pixels = self.images.read(i)
+            self.reading[_number] = -1
         except BadImageError:
-            raise
-        except Exception as error:
-            error.add_note(f"while reading {self.images.name(i)}")
+            self.reading[_number] = -1
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            self.table[worker.id, 1] = NOTHING
+        return pixels
 
-    def read_by_the_dead(self) -> str:
-        """Names of the images that workers were at when they died; empty if they were at none."""
-        alive = {process.pid for process in multiprocessing.active_children()}
-        rows = self.table.tolist()
-        return ", ".join(
-            self.images.name(number)
-            for pid, number in rows
-            if pid not in alive and number != NOTHING
-        )
+    def at(self, worker: int) -> int | None:
+        """The image that a worker is reading, or died or failed of."""
+        return int(self.reading[worker]) if self.reading[worker] >= 0 else None
 
 
 def batches(
@@ -80,74 +87,145 @@ def batches(
     keys: Iterable[list[Any]],
     collate: Callable[[list[Any]], Any],
     watched: Watched,
-    *,
-    pin: bool = False,
 ) -> Iterator[Any]:
     """`collate` of the samples of `dataset` for each list of keys, in order.
 
     Raises:
         ResourceError: a worker died, hung or raised; it names the image that was being read.
     """
-    workers = watched.workers
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # more workers than cores: the user's choice
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=keys,  # type: ignore[arg-type]  # any iterable will do
-            num_workers=workers,
-            collate_fn=collate,
-            pin_memory=pin,
-            prefetch_factor=4 if workers else None,
-            worker_init_fn=_begin,
-            generator=torch.Generator(),  # the seeds of workers: the global one is the user's
-        )
-        parts = iter(loader)
+    if not watched.workers:
+        yield from (collate([dataset[key] for key in part]) for part in keys)
+        return
+    lists = iter(keys)
+    pool = [_Worker(i, dataset, collate, watched) for i in range(watched.workers)]
+    due: deque[_Worker] = deque()
     try:
-        yield from parts
-    except Exception as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise _explained(str(error), watched) from None
+        for worker in pool * AHEAD:
+            if (part := next(lists, None)) is not None:
+                worker.send(part)
+                due.append(worker)
+        while due:
+            worker = due.popleft()
+            batch = worker.receive()
+            if (part := next(lists, None)) is not None:
+                worker.send(part)
+                due.append(worker)
+            yield batch
+    finally:
+        for worker in pool:
+            worker.end()
 
 
-def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """In a worker, `tensor` in shared memory, where it has to go anyway.
+class _Worker:
+    def __init__(
+        self, number: int, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
+    ) -> None:
+        self.number, self.watched = number, watched
+        self.pipe, theirs = mp.Pipe()
+        self.process = mp.Process(
+            target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
+        )
+        self.process.start()
+        atexit.register(self.process.kill)  # the SIGTERM of multiprocessing would be ignored
+        theirs.close()  # the worker has the only one: it closes with the worker
 
-    Left to itself it goes there in a thread of the worker's queue, which prints a traceback when
-    there is no room and lets the run wait for ever.
-    """
-    return tensor.share_memory_() if get_worker_info() else tensor
+    def send(self, keys: list[Any]) -> None:
+        try:
+            self.pipe.send(keys)
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> Any:
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(answer, Failure):
+            raise self._failure(answer)
+        return answer
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()  # it holds nothing that anybody needs, and may be deep in a bad file
+        self.process.join()
+        atexit.unregister(self.process.kill)
+
+    def _death(self) -> ResourceError:
+        self.process.join(1.0)
+        code, image = self.process.exitcode or 0, self.watched.at(self.number)
+        name = None if image is None else self.watched.images.name(image)
+        if code == -signal.SIGALRM:
+            return ResourceError(
+                f"{name}: still not read after {self.watched.timeout:g} s; mend or remove it, or "
+                f"allow more with --runtime.worker_timeout"
+            )
+        if code == -signal.SIGBUS:
+            return self._no_room()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return ResourceError(
+            f"a worker process died{f' while reading {name}' if name else ''} ({how}); "
+            f"if memory ran out, try {self._fewer()}; if it is the image, remove it"
+        )
+
+    def _failure(self, failure: Failure) -> ResourceError:
+        if "no shared memory" in failure.reason:
+            return self._no_room()
+        where = ""
+        if failure.image is not None:
+            where = f" while reading {self.watched.images.name(failure.image)}"
+        return ResourceError(
+            f"a worker process failed{where}: {failure.reason}; "
+            f"--runtime.workers 0 --debug shows where"
+        )
+
+    def _no_room(self) -> ResourceError:
+        return ResourceError(
+            f"/dev/shm has no room for the batches of {self.watched.workers} workers; "
+            f"try {self._fewer()}, or make it larger (docker run --shm-size=8g)"
+        )
+
+    def _fewer(self) -> str:
+        return f"--runtime.workers {self.watched.workers // 2}"
 
 
-def _begin(_: int) -> None:
+def shared(tensor: Tensor) -> Tensor:
+    """In a worker, `tensor` in shared memory, where it has to go anyway: here it fails in time."""
+    if _number is None:
+        return tensor
+    try:
+        return tensor.share_memory_()
+    except RuntimeError as error:
+        raise OSError(errno.ENOSPC, f"no shared memory: {error}") from None
+
+
+def _work(
+    number: int,
+    pipe: Any,
+    dataset: Dataset[Any],
+    collate: Callable[..., Any],
+    watched: Watched,
+) -> None:
+    """The life of a worker: keys in, batches out, until the pipe closes."""
+    global _number
+    _number, parent = number, os.getppid()
     # Ctrl-C reaches every process of a terminal: workers go on until the run has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # libtiff reports every damaged file there; what a worker has to say comes back as an exception.
+    # libtiff reports every damaged file there; what a worker has to say goes through the pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _explained(text: str, watched: Watched) -> ResourceError:
-    """From what torch says of a failed worker to one line."""
-    fewer = f"--runtime.workers {max(0, watched.workers // 2)}"
-    lines = text.strip().splitlines()
-    if "shared memory" in text or "Bus error" in text:
-        return ResourceError(
-            f"/dev/shm has no room for batches on their way from {watched.workers} workers; "
-            f"try {fewer}, or make it larger (docker run --shm-size=8g)"
-        )
-    if "in DataLoader worker process" in text:  # a traceback, then our note if it was in `read`
-        noted = lines[-1].startswith("while reading")
-        reason, where = (lines[-2], f" {lines[-1]}") if noted else (lines[-1], "")
-        return ResourceError(f"a worker process failed{where}: {reason}")
-    names = watched.read_by_the_dead()
-    if "Alarm clock" in text:
-        return ResourceError(
-            f"{names}: not read after {watched.timeout:g} s; mend or remove it, or allow more with "
-            f"--runtime.worker_timeout"
-        )
-    return ResourceError(
-        f"a worker process died{f' while reading {names}' if names else ''} ({lines[0].strip()}); "
-        f"if memory ran out, try {fewer}; if it is the image, remove it"
-    )
+    torch.set_num_threads(1)
+    while True:
+        while not pipe.poll(ORPHAN_SECONDS):
+            if os.getppid() != parent:
+                return
+        try:
+            keys = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = collate([dataset[key] for key in keys])
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            answer = Failure(text, watched.at(number))
+        pipe.send(answer)

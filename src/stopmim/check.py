@@ -1,0 +1,204 @@
+"""Looks at every image of a data set before hours are spent on it, and says what it found."""
+
+import hashlib
+import re
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from stopmim.config import Config
+from stopmim.console import Ticker, duration
+from stopmim.data import Images, default_workers, open_images
+from stopmim.data.decode import BadImageError, kind, noticed
+from stopmim.data.skip import without_skipped, write_list
+from stopmim.data.workers import Watched, batches
+from stopmim.plan import configure
+from stopmim.presets import PRESETS
+
+SHOWN = 20  # broken images that are listed
+GROUPS = 5  # groups of equal images that are listed
+CHUNK = 32  # images that a worker reports on at a time
+IMAGENET = 1_281_167  # images that the costs of the presets are for
+
+_COST = re.compile(r"Cost: (?:about |more than )?(\d+) hours")
+
+
+class Look(NamedTuple):
+    """What one image turned out to be."""
+
+    reason: str | None  # why it cannot be used
+    height: int = 0
+    width: int = 0
+    kind: str = ""  # "JPEG RGB", ...
+    digest: bytes = b""  # of the file, or of the pixels where there is no file
+
+
+class Looks(Dataset[Look]):
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+
+    def __getitem__(self, number: int) -> Look:
+        with noticed() as files:
+            try:
+                pixels = self.watched.read(number)
+            except BadImageError as error:
+                return Look(str(error))
+        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
+        digest = hashlib.sha256(data).digest()
+        return Look(None, *pixels.shape[:2], kind(data) if files else "pixels", digest)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found; `text` is for people, `problem` is None for images that can be used."""
+
+    source: str
+    preset: str
+    config: Config
+    images: int  # in the data set
+    seconds: float
+    scanned: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
+    sides: list[int] = field(default_factory=list)  # shorter side of every readable image
+    kinds: Counter[str] = field(default_factory=Counter)
+    copies: list[list[str]] = field(default_factory=list)  # names of equal images
+    classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images of each class
+
+    @property
+    def problem(self) -> str | None:
+        """Why these images cannot be trained on as they are."""
+        share, limit = len(self.bad) / max(1, self.scanned), self.config.data.max_bad
+        if not self.sides:
+            return f"{self.source}: none of the {self.scanned} images scanned can be read"
+        if share > limit:
+            return (
+                f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
+                f"than the share of {limit:g} that data.max_bad allows; mend or remove them, or "
+                f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE"
+            )
+        return None
+
+    @property
+    def verdict(self) -> str:
+        batch = self.config.optim.batch_size
+        if self.problem:
+            return "not usable: " + self.problem.removeprefix(f"{self.source}: ")
+        if self.images < batch:
+            return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
+        if self.bad:
+            return "usable: broken images will be replaced by others, drawn by the seed"
+        return "usable" if self.scanned == self.images else "usable, as far as looked"
+
+    def text(self) -> str:
+        """For a terminal of 80 columns."""
+        of = "" if self.scanned == self.images else f" of {self.images:,}"
+        rows = [("", f"{self.scanned:,}{of} images scanned in {duration(self.seconds)}")]
+        rows += [("classes", f"{label}: {_spread(n)}") for label, n in self.classes.items()]
+        if self.sides:
+            small = sum(side < self.config.image_size for side in self.sides)
+            low, middle, high = min(self.sides), statistics.median(self.sides), max(self.sides)
+            rows += [
+                ("size", f"shorter side {low:,} to {high:,} px, median {middle:,.0f}"),
+                ("", f"{small / len(self.sides):.1%} below the {self.config.image_size} px of "
+                     f"{self.preset}"),
+            ]  # fmt: skip
+        rows += [("kinds", f"{n:,} {name}") for name, n in self.kinds.most_common()]
+        extra = sum(len(group) - 1 for group in self.copies)
+        rows += [("copies", f"{extra:,} exact copies of another image" if extra else "none")]
+        rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
+        rows += [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
+        rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
+        if len(self.bad) > SHOWN:
+            rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        rows += [("training", line) for line in self._training()]
+        rows += [("verdict", self.verdict)]
+        lines, last = [self.source], ""
+        for name, text in rows:
+            lines.append(f"  {name if name != last else '':10}{text}")
+            last = name or last
+        return "\n".join(lines)
+
+    def _training(self) -> list[str]:
+        optim = self.config.optim
+        steps = self.images // optim.batch_size
+        lines = [
+            f"{self.preset}: {steps:,} updates of {optim.batch_size:,} images per epoch,",
+            f"{optim.epochs:,} epochs, {steps * optim.epochs:,} updates",
+        ]
+        preset = PRESETS.get(self.preset)
+        if preset and (cost := _COST.search(preset.__doc__ or "")):
+            hours = int(cost[1]) * self.images / IMAGENET
+            lines.append(f"about {hours:.1f} hours of one H200" if hours >= 0.1 else
+                         "minutes on one H200")  # fmt: skip
+        return lines
+
+
+def check(
+    data: str | Path | Images,
+    preset: str = "vit_b16_stop",
+    changes: dict[str, Any] | None = None,
+    *,
+    fix_list: Path | None = None,
+    limit: int | None = None,
+) -> Report:
+    """Reads the images of `data` as a run would, with as many processes as there are cores.
+
+    Args:
+        preset: what the images are meant for: sizes and costs are told in its terms.
+        changes: config keys that differ from the preset.
+        fix_list: where to write the broken images, for ``--data.skip``.
+        limit: look at this many images, evenly spread over the data set.
+    """
+    config = configure(preset, changes)
+    images = without_skipped(open_images(data), config.data.skip)
+    count = min(limit or len(images), len(images))
+    numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
+    workers = config.runtime.workers
+    watched = Watched(
+        images,
+        default_workers(images) if workers is None else workers,
+        config.runtime.worker_timeout,
+    )
+    chunks = [numbers[i : i + CHUNK] for i in range(0, count, CHUNK)]
+    looks: list[Look] = []
+    begin = time.monotonic()
+    with Ticker("check", count) as ticker:
+        for found in batches(Looks(watched), chunks, list, watched):
+            looks += found
+            rate = len(looks) / (time.monotonic() - begin)
+            ticker.update(len(looks), f"{rate:.0f} images/s")
+    good = [(i, look) for i, look in zip(numbers, looks, strict=True) if look.reason is None]
+    by_digest: dict[bytes, list[int]] = {}
+    for i, look in good:
+        by_digest.setdefault(look.digest, []).append(i)
+    report = Report(
+        source=str(data) if isinstance(data, str | Path) else "images",
+        preset=str(preset),
+        config=config,
+        images=len(images),
+        seconds=time.monotonic() - begin,
+        scanned=count,
+        bad=[
+            (images.name(i), look.reason)
+            for i, look in zip(numbers, looks, strict=True)
+            if look.reason is not None
+        ],
+        sides=[min(look.height, look.width) for _, look in good],
+        kinds=Counter(look.kind for _, look in good),
+        copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
+        classes={name: np.bincount(label).tolist() for name, label in images.labels.items()},
+    )
+    if fix_list is not None:
+        write_list(fix_list, report.bad)
+    return report
+
+
+def _spread(counts: list[int]) -> str:
+    low, middle, high = min(counts), statistics.median(counts), max(counts)
+    return f"{len(counts):,}, with {low:,} to {high:,} images each, median {middle:,.0f}"
