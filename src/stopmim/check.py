@@ -3,6 +3,7 @@
 import hashlib
 import re
 import statistics
+import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from stopmim.presets import PRESETS
 
 SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
+WIDTH = 80
 CHUNK = 32  # images that a worker reports on at a time
 IMAGENET = 1_281_167  # images that the costs of the presets are for
 
@@ -88,7 +90,7 @@ class Report:
     def verdict(self) -> str:
         batch = self.config.optim.batch_size
         if self.problem:
-            return "not usable: " + self.problem.removeprefix(f"{self.source}: ")
+            return "not usable: " + ("too many are broken" if self.sides else "none can be read")
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
         if self.bad:
@@ -99,7 +101,7 @@ class Report:
         """For a terminal of 80 columns."""
         of = "" if self.scanned == self.images else f" of {self.images:,}"
         rows = [("", f"{self.scanned:,}{of} images scanned in {duration(self.seconds)}")]
-        rows += [("classes", f"{label}: {_spread(n)}") for label, n in self.classes.items()]
+        rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.classes.items()]
         if self.sides:
             small = sum(side < self.config.image_size for side in self.sides)
             low, middle, high = min(self.sides), statistics.median(self.sides), max(self.sides)
@@ -108,35 +110,41 @@ class Report:
                 ("", f"{small / len(self.sides):.1%} below the {self.config.image_size} px of "
                      f"{self.preset}"),
             ]  # fmt: skip
-        rows += [("kinds", f"{n:,} {name}") for name, n in self.kinds.most_common()]
+        kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
+        rows += [("kinds", kinds or "none")]
         extra = sum(len(group) - 1 for group in self.copies)
-        rows += [("copies", f"{extra:,} exact copies of another image" if extra else "none")]
+        rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
         rows += [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
         rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
-        rows += [("training", line) for line in self._training()]
+        rows += [("training", self._training())]
         rows += [("verdict", self.verdict)]
-        lines, last = [self.source], ""
+        lines = [self.source]
         for name, text in rows:
-            lines.append(f"  {name if name != last else '':10}{text}")
-            last = name or last
+            lines += textwrap.wrap(
+                text,
+                WIDTH,
+                initial_indent=f"  {name:10}",
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         return "\n".join(lines)
 
-    def _training(self) -> list[str]:
+    def _training(self) -> str:
         optim = self.config.optim
         steps = self.images // optim.batch_size
-        lines = [
-            f"{self.preset}: {steps:,} updates of {optim.batch_size:,} images per epoch,",
-            f"{optim.epochs:,} epochs, {steps * optim.epochs:,} updates",
-        ]
-        preset = PRESETS.get(self.preset)
-        if preset and (cost := _COST.search(preset.__doc__ or "")):
-            hours = int(cost[1]) * self.images / IMAGENET
-            lines.append(f"about {hours:.1f} hours of one H200" if hours >= 0.1 else
-                         "minutes on one H200")  # fmt: skip
-        return lines
+        size = f"{optim.batch_size:,} images"
+        if not steps:
+            return f"{self.preset}: none, an update takes {size}"
+        text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
+        cost = _COST.search(getattr(PRESETS.get(self.preset), "__doc__", None) or "")
+        if not cost:
+            return text
+        hours = int(cost[1]) * self.images / IMAGENET
+        return f"{text}; about {hours:.1f} hours of one H200"
 
 
 def check(
@@ -201,4 +209,4 @@ def check(
 
 def _spread(counts: list[int]) -> str:
     low, middle, high = min(counts), statistics.median(counts), max(counts)
-    return f"{len(counts):,}, with {low:,} to {high:,} images each, median {middle:,.0f}"
+    return f"{len(counts):,} with {low:,} to {high:,} images each, median {middle:,.0f}"
