@@ -1,0 +1,186 @@
+"""`stopmim check`, and the list with which a run leaves broken images out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stopmim import Run, pretrain
+from stopmim.check import check
+from stopmim.cli import main
+from stopmim.data import open_images
+from stopmim.data.skip import Without, read_list, without_skipped
+from stopmim.errors import DataError
+from test_decode import encoded, picture
+from tiny import NoiseImages, assert_same_run, tiny, write_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """18 images, of which 3 are broken and 2 are copies, in two classes of 12 and 6."""
+    root = tmp_path / "images"
+    (root / "a").mkdir(parents=True)
+    (root / "b").mkdir()
+    for i in range(8):
+        (root / "a" / f"{i}.jpg").write_bytes(encoded(picture(100 + i, 200), "JPEG"))
+    (root / "a" / "cut.jpg").write_bytes(encoded(picture(), "JPEG")[:400])
+    (root / "a" / "empty.png").write_bytes(b"")
+    (root / "a" / "text.gif").write_bytes(b"not an image at all\n")
+    (root / "a" / "copy.jpeg").write_bytes((root / "a" / "0.jpg").read_bytes())
+    (root / "b" / "copy.jpg").write_bytes((root / "a" / "0.jpg").read_bytes())
+    (root / "b" / "cmyk.jpg").write_bytes(encoded(picture().convert("CMYK"), "JPEG"))
+    (root / "b" / "grey16.png").write_bytes(
+        encoded(Image.fromarray(np.full((300, 300), 40_000, np.uint16)), "PNG")
+    )
+    (root / "b" / "alpha.png").write_bytes(encoded(picture().convert("RGBA"), "PNG"))
+    (root / "b" / "palette.gif").write_bytes(encoded(picture().convert("P"), "GIF"))
+    two = [picture(), picture().rotate(180)]
+    (root / "b" / "two.gif").write_bytes(
+        encoded(two[0], "GIF", save_all=True, append_images=two[1:])
+    )
+    return root
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_report_counts_what_is_there(folder: Path, workers: int) -> None:
+    report = check(folder, "tiny_cpu", {"runtime.workers": workers})
+    assert (report.images, report.scanned) == (18, 18)
+    assert [name for name, _ in report.bad] == ["a/cut.jpg", "a/empty.png", "a/text.gif"]
+    assert report.bad[1][1] == "empty file"
+    assert sorted(report.copies[0]) == ["a/0.jpg", "a/copy.jpeg", "b/copy.jpg"]
+    assert len(report.copies) == 1
+    assert report.classes == {"class": [12, 6]}
+    assert (min(report.sides), max(report.sides), len(report.sides)) == (47, 300, 15)
+    assert report.kinds == {
+        "JPEG RGB": 10, "JPEG CMYK": 1, "PNG I;16": 1, "PNG RGBA": 1, "GIF P": 1,
+        "GIF P animated": 1,
+    }  # fmt: skip
+    assert "not usable" in report.verdict
+    assert "3 of 18 images cannot be read" in str(report.problem)
+
+
+def test_the_text_fits_a_terminal_and_says_what_to_do(folder: Path) -> None:
+    text = check(folder, "vit_b16_stop", {"optim.batch_size": 4}).text()
+    lines = text.splitlines()[1:]
+    assert max(map(len, lines)) <= 80
+    for part in ("12 images each", "below the 224 px", "a/cut.jpg: ", "600 epochs of 4 updates"):
+        assert part in text, part
+    assert "a/0.jpg = a/copy.jpeg = b/copy.jpg" in text
+    assert lines[-1].startswith("  verdict   not usable")
+
+
+def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_skipped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixes = tmp_path / "fixes.jsonl"
+    words = ["check", str(folder), "--preset", "tiny_cpu"]
+    assert main([*words, "--fix-list", str(fixes)]) == 3
+    said = capsys.readouterr()
+    assert "verdict   not usable" in said.out
+    assert sum("stopmim: error" in line for line in said.err.splitlines()) == 1
+    assert [json.loads(line)["name"] for line in fixes.read_text().splitlines()] == [
+        "a/cut.jpg",
+        "a/empty.png",
+        "a/text.gif",
+    ]
+    assert main([*words, "--data.skip", str(fixes)]) == 0
+    assert "broken    0 (0.0%)" in capsys.readouterr().out
+    assert main([*words, "--data.max_bad", "0.5"]) == 0
+
+
+def test_a_limit_looks_at_images_from_the_first_to_the_last(folder: Path) -> None:
+    report = check(folder, "tiny_cpu", {"runtime.workers": 0}, limit=4)
+    assert (report.images, report.scanned, len(report.sides) + len(report.bad)) == (18, 4, 4)
+    assert "4 of 18 images scanned" in report.text()
+
+
+def test_images_in_memory_are_checked_by_their_pixels() -> None:
+    images = NoiseImages(8, broken=(3,))
+    images.images[5] = images.images[1]
+    report = check(images, "tiny_cpu", {"runtime.workers": 0})
+    assert report.bad == [("noise 3", "broken on purpose")]
+    assert report.copies == [["noise 1", "noise 5"]]
+    assert report.kinds == {"pixels": 7}
+
+
+def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
+    images = NoiseImages(8, broken=tuple(range(8)))
+    report = check(images, "tiny_cpu", {"runtime.workers": 0, "data.max_bad": 1.0})
+    assert "none of the 8 images" in str(report.problem)
+    assert report.text()
+
+
+# ------------------------------------------------------------------------------ leaving out
+
+
+def test_images_left_out_are_never_read_and_the_others_keep_names_and_labels(folder: Path) -> None:
+    images = open_images(folder)
+    rest = Without(images, {"a/cut.jpg", "a/empty.png", "a/text.gif", "gone.jpg"})
+    assert len(rest) == 15
+    names = [rest.name(i) for i in range(15)]
+    assert names == [images.name(i) for i in range(18) if images.name(i) in names]
+    assert all(rest.read(i).ndim == 3 for i in range(15))
+    assert np.bincount(rest.labels["class"]).tolist() == [9, 6]
+    assert rest.fingerprint != images.fingerprint
+    assert rest.fingerprint != Without(images, {"a/cut.jpg"}).fingerprint
+
+
+def test_a_run_that_skips_is_the_run_on_the_others_and_resumes_exactly(tmp_path: Path) -> None:
+    folder, fixes = write_folder(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    (folder / "part0" / "bad.png").write_bytes(b"junk")
+    (folder / "part1" / "000bad.png").write_bytes(b"")
+    check(folder, "tiny_cpu", {"runtime.workers": 0}, fix_list=fixes)
+    config = tiny(data={"skip": str(fixes), "max_bad": 0.0})
+    whole = pretrain(folder, tmp_path / "whole", config)
+    assert whole.about["data"]["images"] == 40
+    assert not (whole.path / "bad_files.jsonl").exists()
+    pretrain(folder, tmp_path / "cut", config, stop_at=4)
+    assert_same_run(pretrain(folder, tmp_path / "cut", config), whole)
+    (folder / "part0" / "bad.png").unlink()
+    (folder / "part1" / "000bad.png").unlink()
+    clean = pretrain(folder, tmp_path / "clean", tiny())
+    assert (clean.checkpoint / "model.safetensors").read_bytes() == (
+        whole.checkpoint / "model.safetensors"
+    ).read_bytes()
+
+
+def test_another_list_is_another_data_set(tmp_path: Path) -> None:
+    fixes = tmp_path / "fixes.jsonl"
+    fixes.write_text('{"name": "noise 3"}\n')
+    config = tiny(data={"skip": str(fixes)})
+    pretrain(NoiseImages(), tmp_path / "run", config, stop_at=2)
+    fixes.write_text('{"name": "noise 4"}\n')
+    with pytest.raises(DataError, match="not the images this run began with"):
+        pretrain(NoiseImages(), tmp_path / "run", config)
+
+
+def test_the_bad_files_of_a_run_can_be_skipped_by_the_next(tmp_path: Path) -> None:
+    images = NoiseImages(broken=(3, 17))
+    first = pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.1}))
+    bad = first.path / "bad_files.jsonl"
+    assert read_list(bad) == {"noise 3", "noise 17"}
+    second: Run = pretrain(images, tmp_path / "b", tiny(data={"skip": str(bad), "max_bad": 0.0}))
+    assert second.about["data"]["images"] == 38
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read this list"),
+        ("noise 3\n", "not a list of images"),
+        ('{"path": "noise 3"}\n', "not a list of images"),
+        ("[1]\n", "not a list of images"),
+        ('{"name": "other"}\n', "names none of the 40 images"),
+        ("".join(f'{{"name": "noise {i}"}}\n' for i in range(40)), "names all of the 40"),
+    ],
+)
+def test_a_list_that_cannot_be_meant_is_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    file = tmp_path / "list.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(DataError, match=message):
+        without_skipped(NoiseImages(), file)
