@@ -12,7 +12,7 @@ from stopmim.data.folder import Folder
 from test_decode import damaged, encoded, oriented, picture
 from tiny import assert_same_run, tiny
 
-FORMATS = {
+FORMATS: dict[str, tuple[str, dict[str, object]]] = {
     "jpg": ("JPEG", {}),
     "jpeg": ("JPEG", {"progressive": True, "exif": oriented(6)}),
     "png": ("PNG", {}),

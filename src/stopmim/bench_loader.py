@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from PIL import Image
 
 from stopmim._version import __version__
 from stopmim.config import Config, OptimConfig, RuntimeConfig
-from stopmim.data import Images, decode, loader, open_images
+from stopmim.data import Images, loader, open_images
+from stopmim.data.decode import decode
 from stopmim.data.transforms import MEAN, STD, crop_box, resized_crop
 from stopmim.data.workers import cores
 from stopmim.errors import UserError
@@ -50,15 +52,15 @@ def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
 
 
 def _measure(root: Path, rounds: int) -> list[dict[str, Any]]:
-    files = write_photos(root / "photos")
+    files = write_photos(root / "photos", FILES)
     write_tar(root / "photos.tar", root / "photos")
     data = [path.read_bytes() for path in files]
     pipelines: dict[str, Callable[[], object]] = {
         "usual": lambda: _usual(data),
-        "pillow": lambda: _ours(data, simplejpeg=False),
+        "pillow": lambda: _ours(data, fast=False),
     }
-    if decode.simplejpeg is not None:
-        pipelines["simplejpeg"] = lambda: _ours(data, simplejpeg=True)
+    if find_spec("simplejpeg"):
+        pipelines["simplejpeg"] = lambda: _ours(data, fast=True)
     rates = _in_turn(pipelines, rounds, time.process_time)
     about = {
         "bench": "loader",
@@ -113,20 +115,15 @@ def _usual(files: list[bytes]) -> None:
         torch.stack(batch)
 
 
-def _ours(files: list[bytes], *, simplejpeg: bool) -> None:
+def _ours(files: list[bytes], *, fast: bool) -> None:
     rng = np.random.default_rng(0)
-    installed = decode.simplejpeg
-    decode.simplejpeg = installed if simplejpeg else None
-    try:
-        for start in range(0, FILES, BATCH):
-            batch = []
-            for data in files[start : start + BATCH]:
-                image = decode.decode(data)
-                box = crop_box(rng, image.shape[0], image.shape[1], SCALE)
-                batch.append(resized_crop(image, box, SIZE).permute(1, 2, 0))
-            torch.stack(batch).permute(0, 3, 1, 2)
-    finally:
-        decode.simplejpeg = installed
+    for start in range(0, FILES, BATCH):
+        batch = []
+        for data in files[start : start + BATCH]:
+            image = decode(data, fast=fast)
+            box = crop_box(rng, image.shape[0], image.shape[1], SCALE)
+            batch.append(resized_crop(image, box, SIZE).permute(1, 2, 0))
+        torch.stack(batch).permute(0, 3, 1, 2)
 
 
 def _through_loader(images: Images, workers: int) -> None:
@@ -181,7 +178,7 @@ def _ratio(what: str, ours: list[float], others: list[float]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ the images
 
 
-def write_photos(folder: Path, count: int = FILES) -> list[Path]:
+def write_photos(folder: Path, count: int) -> list[Path]:
     """JPEGs of 500x375 pixels and about 105 KB, with detail at every scale, as photographs have."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)

@@ -53,7 +53,8 @@ class Looks(Dataset[Look]):
                 return Look(str(error))
         data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
         digest = hashlib.sha256(data).digest()
-        return Look(None, *pixels.shape[:2], kind(data) if files else "pixels", digest)
+        height, width = pixels.shape[:2]
+        return Look(None, height, width, kind(data) if files else "pixels", digest)
 
 
 @dataclass(frozen=True)

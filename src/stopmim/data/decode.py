@@ -61,18 +61,19 @@ class BadImageError(Exception):
     """One image that cannot be used; the text is the reason, in one line."""
 
 
-def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> np.ndarray:
     """RGB pixels (H, W, 3), uint8, C-contiguous and writable.
 
     `max_pixels` is checked in the header, before memory is taken. To go beyond `MAX_PIXELS` raise
-    Pillow's own limit as well. Whatever is wrong with the bytes comes out as `BadImageError`.
+    Pillow's own limit as well. `fast` is whether simplejpeg may be used. Whatever is wrong with the
+    bytes comes out as `BadImageError`.
     """
     if (files := getattr(_noticed, "files", None)) is not None:
         files.append(data)
     if not data:
         raise BadImageError("empty file")
     try:
-        image = _decode_plain_jpeg(data, max_pixels)
+        image = _decode_plain_jpeg(data, max_pixels) if fast else None
         if image is None:
             with _quiet, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
