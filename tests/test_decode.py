@@ -71,13 +71,12 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
         ("GIF", {}, 12),
     ],
 )
-def test_every_format_gives_writable_rgb_rows(
+def test_every_format_gives_contiguous_rgb(
     kind: str, options: dict[str, object], tolerance: float
 ) -> None:
     pixels = decode(encoded(picture(), kind, **options))
     assert pixels.dtype == np.uint8
     assert pixels.flags.c_contiguous
-    assert pixels.flags.writeable
     assert difference(pixels, np.asarray(picture())) <= tolerance
 
 

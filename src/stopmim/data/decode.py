@@ -62,7 +62,7 @@ class BadImageError(Exception):
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> np.ndarray:
-    """RGB pixels (H, W, 3), uint8, C-contiguous and writable.
+    """RGB pixels (H, W, 3), uint8, C-contiguous; not always writable, which would take a copy.
 
     `max_pixels` is checked in the header, before memory is taken. To go beyond `MAX_PIXELS` raise
     Pillow's own limit as well. `fast` is whether simplejpeg may be used. Whatever is wrong with the
@@ -164,7 +164,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _to_grey8(values: np.ndarray) -> np.ndarray:
