@@ -101,8 +101,9 @@ class Check:
 class Bench:
     """Measure speed; one JSON line for each figure."""
 
-    what: Positional[Literal["step", "masks", "growth"]]
-    """step: forward, backward, update; masks: drawing them; growth: step time against its causes"""
+    what: Positional[Literal["step", "masks", "growth", "loader"]]
+    """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
+    loader: reading images, against the usual pipeline"""
     preset: str | None = None
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"
@@ -127,6 +128,10 @@ class Bench:
                 print(bench.bench_masks(self.preset, self.changes, **options))
             case "growth":
                 print(bench.bench_growth(self.changes, **options))
+            case "loader":
+                from stopmim.bench_loader import bench_loader
+
+                print(bench_loader(**options))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class RuntimeConfig(Section):
     """torch.compile the loss; auto: on a GPU, unless the masks are the released ones"""
     accumulate: int = Field(default=1, ge=1)
     """parts a batch is computed in, to save memory; the update is that of the whole batch"""
-    recompute: bool = False
+    recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the memory of activations, a third more time"""
     workers: int | None = Field(default=None, ge=0)
     """processes that read images; null: one per core, at most 8, none for data in memory"""

@@ -89,7 +89,7 @@ def build(config: Config) -> MaskedImageModel:
             noisy=config.positions.tokens,
             tied=config.positions.covariance != "untied",
         )
-    encoder.recompute = predictor.recompute = config.runtime.recompute
+    encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
     return MaskedImageModel(encoder, predictor)
 
 

@@ -32,9 +32,7 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def compiled(
-    function: Callable[P, R], config: Config, device: torch.device
-) -> Callable[P, R]:
+def compiled(function: Callable[P, R], config: Config, device: torch.device) -> Callable[P, R]:
     """`function` compiled for fixed shapes, one graph per size of target block; or as it is.
 
     By itself ("auto") only on a GPU, for a CPU machine may have no compiler. The released masks

@@ -3,24 +3,24 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stopmim.data.images import Chunked, Images
 from stopmim.errors import DataError, StorageError
-
-if TYPE_CHECKING:
-    from stopmim.data import Images
 
 
 class Without:
     """`images` less those with the given names, numbered anew; with a fingerprint of its own."""
 
-    def __init__(self, images: "Images", names: set[str]) -> None:
+    def __init__(self, images: Images, names: set[str]) -> None:
         skipped = [i for i in range(len(images)) if images.name(i) in names]
         self.images, self.skipped = images, len(skipped)
         self.kept = np.delete(np.arange(len(images)), skipped)
         self.labels = {name: label[self.kept] for name, label in images.labels.items()}
+        if isinstance(images, Chunked):  # what is left of a chunk still lies side by side
+            self.chunks = np.searchsorted(self.kept, images.chunks)
+            self.window = images.window
         digest = hashlib.sha256(images.fingerprint.encode())
         digest.update(np.array(skipped, "<i8").tobytes())
         self.fingerprint = digest.hexdigest()
@@ -35,7 +35,7 @@ class Without:
         return self.images.name(int(self.kept[i]))
 
 
-def without_skipped(images: "Images", file: str | Path | None) -> "Images":
+def without_skipped(images: Images, file: str | Path | None) -> Images:
     """`images` less those that `file` lists; just `images` if it is None."""
     if file is None:
         return images
