@@ -1,24 +1,63 @@
-"""Frozen features of a set of images, and how many dimensions they fill.
+"""Frozen features of a set of images, computed once and kept; and how many dimensions they fill.
 
-Shapes: N images, D width of the encoder.
+Shapes: N images, D width of the encoder, L last blocks.
 """
 
+import hashlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stopmim.console import Ticker
+from stopmim.console import Ticker, warn
 from stopmim.data import Images
 from stopmim.data.decode import BadImageError
-from stopmim.data.transforms import center_crop, normalise
+from stopmim.data.transforms import Mode, center_crop, crop_box, normalise, resized_crop
 from stopmim.errors import DataError, NonFiniteError
+from stopmim.keys import numpy_generator
 from stopmim.vit import Encoder
 
 EPS = 1e-7  # of RankMe (arXiv 2210.02885, equation 2)
+LAYERS = 4  # last blocks that are kept: "last" and "last 4" then come from one extraction
+VERSION = 1  # in the key of the cache: a change of what is computed needs a new one
+
+
+@dataclass(frozen=True)
+class View:
+    """What an encoder is shown of an image."""
+
+    size: int
+    # middle: the shorter side to `resize`, then the central square; squeeze: all of the image, made
+    # square; crop: a random part, as RandomResizedCrop
+    kind: Literal["middle", "squeeze", "crop"] = "middle"
+    resize: int | None = None  # None: `size`, so that as much as possible is seen
+    mode: Mode = "bilinear"
+    flip: bool = False  # every other image mirrored, at random
+    scale: tuple[float, float] = (0.08, 1.0)  # of the area of a crop
+
+    @property
+    def is_random(self) -> bool:
+        return self.flip or self.kind == "crop"
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> Tensor:
+        """(3, S, S) uint8 of `image` (H, W, 3)."""
+        if self.kind == "middle":
+            shown = center_crop(image, self.size, self.resize, self.mode)
+        else:
+            height, width = image.shape[:2]
+            whole = (0, 0, height, width)
+            box = crop_box(rng, height, width, self.scale) if self.kind == "crop" else whole
+            shown = resized_crop(image, box, self.size, self.mode)
+        return shown.flip(-1) if self.flip and rng.random() < 0.5 else shown
 
 
 def extract(
@@ -26,6 +65,8 @@ def extract(
     images: Images,
     *,
     size: int,
+    view: View | None = None,
+    draw: tuple[int, int] = (0, 0),
     layers: int = 1,
     pool: Literal["mean", "cls"] = "mean",
     batch_size: int = 256,
@@ -36,6 +77,8 @@ def extract(
 
     Args:
         size: edge of the middle square that is shown to the encoder.
+        view: what else may be shown to it; its size counts.
+        draw: seed and number of a random view.
         layers: that many of the last blocks, one after the other.
         batch_size: images at a time; changes the features by no more than rounding.
         device: where the encoder is.
@@ -45,17 +88,22 @@ def extract(
         DataError: an image cannot be read. Without it the number would be of another test set.
         NonFiniteError: the encoder answers with NaN or infinity.
     """
-    device = torch.device(device)
+    device, view = torch.device(device), view or View(size)
     features = torch.empty(len(images), layers * encoder.width)
     modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
     done, begin = 0, time.monotonic()
+
+    def show(i: int) -> Tensor:
+        return view(read(images, i), numpy_generator("view", *draw, i))
+
+    order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
     try:
         # `features` was made before inference mode, so that a caller may train on it.
         with torch.inference_mode(), Ticker("features", len(images)) as ticker:
-            for batch in _batches(images, size, batch_size):
+            for batch in batches(show, order):
                 pixels = normalise(batch.to(device))  # (B, 3, S, S)
                 with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
                     found = encoder.features(pixels, layers, pool).float().cpu()
@@ -73,23 +121,131 @@ def extract(
     return features
 
 
-def _batches(images: Images, size: int, batch_size: int) -> Iterator[Tensor]:
+def read(images: Images, i: int) -> np.ndarray:
+    """Image `i`, or a DataError that names it."""
+    try:
+        return images.read(i)
+    except BadImageError as error:
+        raise DataError(
+            f"{images.name(i)}: {error}; an evaluation leaves no image out: mend or remove it"
+        ) from None
+
+
+def batches(show: Callable[[int], Tensor], order: Iterable[Iterable[int]]) -> Iterator[Tensor]:
     """(B, 3, S, S) uint8, one batch read ahead while the encoder works on the one before."""
-
-    def crop(i: int) -> Tensor:
-        try:
-            return center_crop(images.read(i), size, None)
-        except BadImageError as error:
-            raise DataError(
-                f"{images.name(i)}: {error}; an evaluation leaves no image out: mend or remove it"
-            ) from None
-
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        ahead = pool.map(crop, range(min(batch_size, len(images))))
-        for start in range(batch_size, len(images) + batch_size, batch_size):
-            batch = torch.stack(list(ahead))
-            ahead = pool.map(crop, range(start, min(start + batch_size, len(images))))
-            yield batch
+        ahead: Iterator[Tensor] | None = None
+        for numbers in order:
+            now, ahead = ahead, pool.map(show, numbers)
+            if now is not None:
+                yield torch.stack(list(now))
+        if ahead is not None:
+            yield torch.stack(list(ahead))
+
+
+# ------------------------------------------------------------------------------ kept on disk
+
+
+def frozen(
+    encoder: Encoder,
+    images: Images,
+    view: View,
+    *,
+    draw: tuple[int, int] = (0, 0),
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    precision: torch.dtype | None = None,
+) -> Tensor:
+    """Features (N, L * D) of the last four blocks (or as many as there are), in half precision.
+
+    What was computed before is read from the cache: same weights, same images, same view. A
+    damaged file is computed again, and so are features of an encoder that is no `nn.Module`: it has
+    no weights to be known by. The last block alone is ``[:, -D:]``.
+    """
+    layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
+    pool: Literal["mean", "cls"] = getattr(encoder, "pool", "mean")
+    path = None
+    if isinstance(encoder, nn.Module):
+        options = (asdict(view), draw if view.is_random else None, layers, pool, str(precision))
+        known = (VERSION, encoder_hash(encoder), images.fingerprint, len(images), options)
+        key = hashlib.sha256(repr(known).encode()).hexdigest()
+        path = cache_folder() / "features" / f"{key}.safetensors"
+        kept = _load(path)
+        if kept is not None and kept.shape == (len(images), layers * encoder.width):
+            return kept
+        encoder.to(device)
+    found = extract(
+        encoder,
+        images,
+        size=view.size,
+        view=view,
+        draw=draw,
+        layers=layers,
+        pool=pool,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+    )
+    # Behind a LayerNorm they are of size 1. Where the norm's weights are huge they stay float32.
+    half = found.half()
+    found = half if half.isfinite().all() else found
+    if path is not None:
+        _save(path, found)
+    return found
+
+
+def cache_folder() -> Path:
+    """$STOPMIM_CACHE, else $XDG_CACHE_HOME/stopmim, else ~/.cache/stopmim."""
+    if own := os.environ.get("STOPMIM_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+
+
+def encoder_hash(encoder: nn.Module) -> str:
+    """Changes with any weight, and with any plain number that a module is built from."""
+    digest = hashlib.sha256()
+    for name, module in encoder.named_modules():
+        plain = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, int | float | str | tuple) and key != "training"
+        }
+        digest.update(repr((name, type(module).__qualname__, plain)).encode())
+    for name, tensor in encoder.state_dict().items():
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    # As bytes: numpy has no bfloat16.
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _load(path: Path) -> Tensor | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor("features")
+            said = (file.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError, KeyError):
+        return None
+    return tensor if hashlib.sha256(_bytes(tensor)).hexdigest() == said else None
+
+
+def _save(path: Path, features: Tensor) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(_bytes(features)).hexdigest()
+        save_file({"features": features}, temporary, {"sha256": digest})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # a cache may fail; the evaluation need not
+        temporary.unlink(missing_ok=True)
+        warn(f"{path.parent}: features are not kept for the next time: {error}")
+
+
+# ------------------------------------------------------------------------------ effective rank
 
 
 def rankme(features: Tensor) -> float:

@@ -1,0 +1,102 @@
+"""The published protocols as data: how a linear classifier is trained on which data set.
+
+The numbers are those of the VISSL configs behind the I-JEPA and StoP tables (commit 09270ed2,
+configs/config/benchmark/linear_image_classification), and of MAE's main_linprobe.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from stopmim import schedules
+from stopmim.evals.features import View
+
+Norm = Literal["none", "bn", "fixed bn"]  # before the linear layer; fixed: without scale and shift
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How heads are trained. The heads are `norms` x `lr_factors` x `weight_decays`."""
+
+    epochs: int
+    lr: float = 0.01  # for a batch of 256
+    batch_size: int = 256
+    optimizer: Literal["sgd", "lars"] = "sgd"  # sgd: with Nesterov momentum
+    momentum: float = 0.9
+    milestones: tuple[int, ...] = ()  # epochs at which the rate falls to a tenth; none: cosine
+    final: float = 0.01  # last rate of the cosine, as a fraction of the first
+    warmup: int | None = None  # epochs; a number makes rates change at every step, as MAE's do
+    norms: tuple[Norm, ...] = ("bn", "none")
+    lr_factors: tuple[float, ...] = (1.0,)
+    weight_decays: tuple[float, ...] = (5e-4,)
+    decay_bn: bool = False  # scale and shift of batch norm as well; biases always decay
+    init_std: float | None = None  # of the weights, with biases 0; None: as nn.Linear
+
+    def rate(self, epoch: float) -> float:
+        """The learning rate (of factor 1) at a time that is measured in epochs, from 0."""
+        peak = self.lr * self.batch_size / 256
+        if self.milestones:
+            # Not times 0.1: that would be 0.00010000000000000002 after the second milestone.
+            return peak / 10 ** sum(epoch >= milestone for milestone in self.milestones)
+        if self.warmup is None:
+            epoch = math.floor(epoch)
+        elif epoch < self.warmup:
+            return peak * epoch / self.warmup
+        warmup = self.warmup or 0
+        return schedules.cosine(
+            epoch - warmup, total=self.epochs - warmup, start=peak, final=self.final * peak
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set of the tables: its number of classes, its recipe, what is shown of an image."""
+
+    classes: int
+    recipe: Recipe
+    train: View
+    test: View
+
+
+def _tens(epochs: int, *milestones: int) -> Recipe:
+    return Recipe(epochs, milestones=milestones)
+
+
+_CROP, _MIDDLE = View(224, "crop", flip=True), View(224, resize=256)
+_CROP3, _MIDDLE3 = (
+    View(224, "crop", mode="bicubic", flip=True),
+    View(224, resize=256, mode="bicubic"),
+)
+_SQUEEZE = View(224, "squeeze")
+
+# ImageNet and CIFAR-100: what every no-cls ViT file overrides, bicubic. CLEVR: the whole image made
+# square, as in the configs (the I-JEPA paper says centre crop). Places and iNaturalist: bilinear.
+TASKS = {
+    "imagenet": Task(1000, _tens(28, 8, 16, 24), _CROP3, _MIDDLE3),
+    "cifar100": Task(100, _tens(28, 8, 16, 24), _CROP3, _MIDDLE3),
+    "places205": Task(205, _tens(14, 4, 8, 12), _CROP, _MIDDLE),
+    "inat18": Task(8142, _tens(84, 24, 48, 72), _CROP, _MIDDLE),
+    "clevr_count": Task(8, Recipe(50), View(224, "squeeze", flip=True), _SQUEEZE),
+    "clevr_dist": Task(6, Recipe(100), View(224, "squeeze", flip=True), _SQUEEZE),
+    # ViT-H in vissl: sixteen heads with last and last four. Rates 6.4 and 0.64.
+    "imagenet_lars": Task(
+        1000,
+        Recipe(
+            50, lr=0.1, batch_size=16384, optimizer="lars", milestones=(15, 30, 45),
+            lr_factors=(1.0, 0.1), weight_decays=(5e-4, 0.0),
+        ),
+        _CROP3, _MIDDLE3,
+    ),
+    # MAE's own: 90 epochs for ViT-B, 50 for L and H.
+    "imagenet_mae": Task(
+        1000,
+        Recipe(
+            90, lr=0.1, batch_size=16384, optimizer="lars", warmup=10, final=0.0,
+            norms=("fixed bn",), weight_decays=(0.0,), init_std=0.01,
+        ),
+        _CROP3, _MIDDLE3,
+    ),
+}  # fmt: skip
+
+# For data of your own, where nobody has found the rate yet: chosen from a grid, on a part of train.
+OWN = Recipe(50, lr_factors=(0.1, 1.0, 10.0, 100.0))
