@@ -5,7 +5,10 @@ import math
 from importlib import import_module
 from typing import Any, Literal
 
-_MODULES = ("features", "knn", "linear", "lowshot")
+_MODULES = (
+    *("cache", "command", "compare", "features", "finetune", "heads", "inputs", "knn", "linear"),
+    *("lowshot", "protocols", "suite", "table", "tracking"),
+)
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 
@@ -23,12 +26,40 @@ class Result:
     selection: Literal["none", "held-out", "paper"]  # on what settings were chosen; paper: on test
     seed: int
     random_init: float | None = None  # the same quantity for the encoder before training
+    train: int | None = None  # number of labelled samples that something was fitted to
+    setting: str | None = None  # what was chosen
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the interval as `low` and `high`, and nothing that is None."""
         fields = dataclasses.asdict(self)
         fields["low"], fields["high"] = fields.pop("interval") or (None, None)
         return {key: value for key, value in fields.items() if value is not None}
+
+
+def accuracy(
+    protocol: str,
+    label: str,
+    correct: int,
+    n: int,
+    *,
+    selection: Literal["none", "held-out", "paper"],
+    seed: int,
+    train: int | None = None,
+    setting: str | None = None,
+) -> Result:
+    """`correct` of `n` test samples, with its interval."""
+    return Result(
+        "accuracy",
+        protocol,
+        label,
+        correct / n,
+        wilson_interval(correct, n),
+        n,
+        selection,
+        seed,
+        train=train,
+        setting=setting,
+    )
 
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:

@@ -3,26 +3,22 @@
 Shapes: N images, D width of the encoder, L last blocks.
 """
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stopmim.console import Ticker, warn
+from stopmim.console import Ticker
 from stopmim.data import Images
 from stopmim.data.decode import BadImageError
 from stopmim.data.transforms import Mode, center_crop, crop_box, normalise, resized_crop
 from stopmim.errors import DataError, NonFiniteError
+from stopmim.evals import cache
 from stopmim.keys import numpy_generator
 from stopmim.vit import Encoder
 
@@ -47,6 +43,11 @@ class View:
     @property
     def is_random(self) -> bool:
         return self.flip or self.kind == "crop"
+
+    def at(self, size: int) -> "View":
+        """The same for images of another size, `resize` in proportion."""
+        resize = self.resize and round(self.resize * size / self.size)
+        return replace(self, size=size, resize=resize)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> Tensor:
         """(3, S, S) uint8 of `image` (H, W, 3)."""
@@ -164,15 +165,13 @@ def frozen(
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
     pool: Literal["mean", "cls"] = getattr(encoder, "pool", "mean")
-    path = None
+    key = None
     if isinstance(encoder, nn.Module):
         options = (asdict(view), draw if view.is_random else None, layers, pool, str(precision))
-        known = (VERSION, encoder_hash(encoder), images.fingerprint, len(images), options)
-        key = hashlib.sha256(repr(known).encode()).hexdigest()
-        path = cache_folder() / "features" / f"{key}.safetensors"
-        kept = _load(path)
-        if kept is not None and kept.shape == (len(images), layers * encoder.width):
-            return kept
+        own = cache.of_encoder(encoder)
+        key = cache.key(VERSION, own, images.fingerprint, len(images), *options)
+        if kept := cache.load("features", key):
+            return kept[0]["features"]
         encoder.to(device)
     found = extract(
         encoder,
@@ -189,60 +188,9 @@ def frozen(
     # Behind a LayerNorm they are of size 1. Where the norm's weights are huge they stay float32.
     half = found.half()
     found = half if half.isfinite().all() else found
-    if path is not None:
-        _save(path, found)
+    if key is not None:
+        cache.store("features", key, {"features": found})
     return found
-
-
-def cache_folder() -> Path:
-    """$STOPMIM_CACHE, else $XDG_CACHE_HOME/stopmim, else ~/.cache/stopmim."""
-    if own := os.environ.get("STOPMIM_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
-
-
-def encoder_hash(encoder: nn.Module) -> str:
-    """Changes with any weight, and with any plain number that a module is built from."""
-    digest = hashlib.sha256()
-    for name, module in encoder.named_modules():
-        plain = {
-            key: value
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, int | float | str | tuple) and key != "training"
-        }
-        digest.update(repr((name, type(module).__qualname__, plain)).encode())
-    for name, tensor in encoder.state_dict().items():
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    # As bytes: numpy has no bfloat16.
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _load(path: Path) -> Tensor | None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor("features")
-            said = (file.metadata() or {}).get("sha256")
-    except (OSError, SafetensorError, KeyError):
-        return None
-    return tensor if hashlib.sha256(_bytes(tensor)).hexdigest() == said else None
-
-
-def _save(path: Path, features: Tensor) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256(_bytes(features)).hexdigest()
-        save_file({"features": features}, temporary, {"sha256": digest})
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # a cache may fail; the evaluation need not
-        temporary.unlink(missing_ok=True)
-        warn(f"{path.parent}: features are not kept for the next time: {error}")
 
 
 # ------------------------------------------------------------------------------ effective rank

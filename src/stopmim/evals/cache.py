@@ -1,0 +1,100 @@
+"""What was computed before: features, and answers made of them.
+
+Files lie in $STOPMIM_CACHE, else in $XDG_CACHE_HOME/stopmim, else in ~/.cache/stopmim; an empty
+STOPMIM_CACHE turns this off. A name is the hash of all that went in. A file is written aside and
+renamed, and has its own hash in it: a damaged one is computed again. Any of them may be deleted.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stopmim.console import warn
+
+
+def folder() -> Path | None:
+    own = os.environ.get("STOPMIM_CACHE")
+    if own is not None:
+        return Path(own) if own else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+
+
+def key(*parts: object) -> str:
+    """A name for what depends on `parts`, which must have a `repr` that tells them apart."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def of_encoder(encoder: nn.Module) -> str:
+    """Changes with any weight, and with any plain value that a module is built from."""
+    digest = hashlib.sha256()
+    for name, module in encoder.named_modules():
+        plain = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, int | float | str | tuple) and key != "training"
+        }
+        digest.update(repr((name, type(module).__qualname__, plain)).encode())
+    for name, tensor in encoder.state_dict().items():
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def of_code() -> str:
+    """Changes with any protocol: answers of an older version are not taken for those of this."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def load(kind: str, key: str) -> tuple[dict[str, Tensor], str] | None:
+    """The tensors and the text stored under `key`; None if there are none, or damaged ones."""
+    if (path := _path(kind, key)) is None:
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            # keys() is no dictionary's: a plain `in file` would not do
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+    except (OSError, SafetensorError, KeyError):
+        return None
+    text = about.get("text", "")
+    return (tensors, text) if about.get("sha256") == _digest(tensors, text) else None
+
+
+def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> None:
+    if (path := _path(kind, key)) is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # a cache may fail; an evaluation need not
+        temporary.unlink(missing_ok=True)
+        warn(f"{path.parent}: nothing is kept there for the next time: {error}")
+
+
+def _path(kind: str, key: str) -> Path | None:
+    where = folder()
+    return where and where / kind / f"{key}.safetensors"
+
+
+def _digest(tensors: dict[str, Tensor], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    # As bytes: numpy has no bfloat16.
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,0 +1,202 @@
+"""What ``stopmim eval`` does: open things, measure, note every number, and show a table."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from stopmim.data import Images, source_of
+from stopmim.data.scenes import Scenes
+from stopmim.errors import StorageError, UserError
+from stopmim.evals import Result, table
+from stopmim.evals.compare import compare
+from stopmim.evals.finetune import RECIPES, finetune
+from stopmim.evals.inputs import (
+    choose_labels,
+    middle,
+    native_size,
+    open_encoder,
+    open_pair,
+    paired_labels,
+)
+from stopmim.evals.linear import Selection
+from stopmim.evals.lowshot import Subset, listed, per_class
+from stopmim.evals.protocols import OWN, TASKS
+from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
+from stopmim.run import append_jsonl
+from stopmim.runtime import choose_device, choose_precision
+from stopmim.vit import Encoder, VisionTransformer
+
+LAYERS = {"last": (1,), "last4": (4,), "both": (1, 4)}
+SELECTIONS: dict[str, tuple[Selection, ...]] = {
+    "held-out": ("held-out",),
+    "paper": ("paper",),
+    "both": ("held-out", "paper"),
+}
+Branch = Literal["target", "context"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of the command line, as words and numbers."""
+
+    data: str | None = None
+    train: str | None = None
+    test: str | None = None
+    videos: str | None = None
+    video_size: int | None = None
+    label: Sequence[str] = ()
+    selection: str = "held-out"
+    layers: str = "both"
+    recipe: str = "auto"
+    views: int = 0
+    per_class: int = 25
+    list: Path | None = None
+    released: bool = False
+    size: int | None = None
+    branch: Branch = "target"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    seed: int = 0
+    out: Path | None = None
+
+
+def evaluate(name: str, request: Request, protocols: Sequence[str] = PROTOCOLS) -> str:
+    """Measures the encoder called `name` and returns the table; the whole suite makes pages too."""
+    encoder = open_encoder(name, request.branch)
+    lines = destination(name, request.out)
+    train, test = _images(request, encoder)
+    if request.videos is None and isinstance(test, Scenes):
+        request = dataclasses.replace(request, videos="scenes")
+    options = options_of(request, encoder, protocols, test)
+    results = suite(encoder, train, test, options)
+    facts = _facts(name, request, train, test)
+    note(lines, [result.as_dict() for result in results], facts)
+    shown = table.text(table.rows(results))
+    if len(protocols) > 1 and lines is not None:
+        title = f"What {Path(name).name or name} knows"
+        shown += f"\n\n{table.write(lines.parent, results, title, facts)}"
+    return shown
+
+
+def track(name: str, request: Request) -> str:
+    """Tracking alone, on `request.videos`."""
+    encoder = open_encoder(name, request.branch)
+    lines = destination(name, request.out)
+    request = dataclasses.replace(request, videos=request.videos or "scenes")
+    options = options_of(request, encoder, ("tracking",), None)
+    results = beside_untrained(encoder, request.seed, lambda e: measure_videos(e, options))
+    facts = {"encoder": name, "videos": str(request.videos), "branch": request.branch}
+    note(lines, [result.as_dict() for result in results], facts)
+    return table.text(table.rows(results))
+
+
+def tune(name: str, request: Request, recipe: str, changes: Mapping[str, Any]) -> str:
+    """Fine-tunes the whole encoder, with the labels asked for."""
+    encoder = open_encoder(name, request.branch)
+    if not isinstance(encoder, VisionTransformer):
+        raise UserError(f"{name}: only a Vision Transformer of ours can be fine-tuned")
+    lines = destination(name, request.out)
+    train, test = _images(request, encoder)
+    options = options_of(request, encoder, (), test)
+    given = {key: value for key, value in changes.items() if value is not None}
+    results: list[Result] = []
+    for label in choose_labels(train, test, request.label):
+        y, _ = paired_labels(train, test, label)
+        if request.list is not None:
+            part: Images = Subset(train, listed(train, request.list))
+        else:
+            part = Subset(train, per_class(y, request.per_class, request.seed))
+        results += finetune(
+            encoder,
+            part,
+            test,
+            label,
+            dataclasses.replace(RECIPES[recipe], **given),
+            view=middle(encoder, test, request.size),
+            selections=options.selections,
+            seed=request.seed,
+            device=options.device,
+            precision=options.precision,
+        )
+    facts = _facts(name, request, train, test)
+    note(lines, [result.as_dict() for result in results], facts)
+    return table.text(table.rows(results))
+
+
+def contrast(a: str, b: str, request: Request) -> str:
+    """Two encoders on the same images, with a paired test."""
+    first, second = (open_encoder(name, request.branch) for name in (a, b))
+    train, test = _images(request, first)
+    options = options_of(request, first, ("knn", "linear", "lowshot"), test)
+    found = compare(first, second, train, test, options)
+    facts = {"A": a, "B": b} | _facts(b, request, train, test)
+    note(destination("", request.out), [c.as_dict() for c in found], facts)
+    return table.text(table.compared(found))
+
+
+def options_of(
+    request: Request, encoder: Encoder, protocols: Sequence[str], test: Images | None
+) -> Options:
+    size = request.size or native_size(encoder)
+    patch = getattr(encoder, "patch", 1)
+    if size % patch:
+        raise UserError(f"--size {size}: not a multiple of the patch size, {patch}")
+    device = choose_device(request.device)
+    task = TASKS.get(request.recipe)
+    video_size = request.video_size
+    if video_size is None and (request.videos or "").split(":")[0] == "scenes":
+        video_size = 2 * size  # drawn at 64 px: 480 would be a blur
+    return Options(
+        protocols=tuple(protocols),
+        labels=tuple(request.label),
+        selections=SELECTIONS[request.selection],
+        layers=LAYERS[request.layers],
+        recipe=task.recipe if task else OWN if request.recipe == "own" else None,
+        view=task.test.at(size) if task else middle(encoder, test, size) if test else None,
+        train_view=task.train.at(size) if task else None,
+        views=request.views,
+        videos=request.videos,
+        video_size=video_size,
+        few=request.list or request.per_class,
+        released=request.released,
+        seed=request.seed,
+        device=device,
+        precision=choose_precision(request.precision, device),
+    )
+
+
+def _images(request: Request, encoder: Encoder) -> tuple[Images, Images]:
+    return open_pair(request.data, request.train, request.test, encoder)
+
+
+def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, str]:
+    return {
+        "encoder": name,
+        "branch": request.branch,
+        "train_data": f"{request.train or request.data or source_of(train, train)} ({len(train)})",
+        "test_data": f"{request.test or request.data or source_of(test, test)} ({len(test)})",
+        "seed": str(request.seed),
+    }
+
+
+def destination(name: str, out: Path | None) -> Path | None:
+    """The file of results: that of --out (a file, or a folder for results.jsonl), or of the run."""
+    if out is None:
+        return Path(name) / "results.jsonl" if (Path(name) / "run.json").exists() else None
+    path = out if out.suffix and not out.is_dir() else out / "results.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
+    return path
+
+
+def note(path: Path | None, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> None:
+    if path is None:
+        return
+    try:
+        for line in lines:
+            append_jsonl(path, dict(facts) | dict(line))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write here: {error.strerror}") from None

@@ -1,0 +1,116 @@
+"""What an evaluation is given: an encoder by its name, images in two parts, labels to ask for."""
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stopmim.data import Images, open_images
+from stopmim.data.scenes import Scenes
+from stopmim.errors import DataError, UserError
+from stopmim.evals.features import View
+from stopmim.interop import load_encoder
+from stopmim.keys import seed_of
+from stopmim.vit import Encoder, VisionTransformer, initialise
+
+QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
+
+
+def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> Encoder:
+    """What `load_encoder` opens, or ``random:ARCH@SIZE``, an encoder before any training."""
+    if not name.startswith("random:"):
+        return load_encoder(name, branch)
+    found = re.fullmatch(r"random:(\w+)@([1-9]\d*)", name)
+    if not found:
+        raise UserError(f"{name}: expected random:ARCH@SIZE, as random:vit_b16@224")
+    try:
+        return untrained(VisionTransformer.from_arch(found[1], int(found[2])), 0)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
+    """The same architecture with the weights it would begin with."""
+    twin = copy.deepcopy(encoder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of("untrained", seed))
+        # On the CPU, so that the twin is the same whatever the device.
+        twin.cpu().apply(initialise)
+    return twin.eval()
+
+
+def native_size(encoder: Encoder) -> int:
+    """Edge of the images that it was made for; 224 if it does not say."""
+    return getattr(encoder, "side", 14) * getattr(encoder, "patch", 16)
+
+
+def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
+    """The usual view: 256 px and then the middle 224 of photographs, all of a rendered scene."""
+    size = size or native_size(encoder)
+    return View(size, resize=None if isinstance(images, Scenes) else round(size * 256 / 224))
+
+
+def open_pair(
+    data: str | None, train: str | None, test: str | None, encoder: Encoder
+) -> tuple[Images, Images]:
+    """Images to fit on and images to test on.
+
+    `data` alone means its train and its test part. Scenes have as many of both, the test scenes
+    with the next seed. Nothing at all means scenes that no preset was chosen on.
+    """
+    if data is None and train is None and test is None:
+        size = native_size(encoder)
+        data = f"scenes:4096:{size}:3"
+    if data is not None:
+        if train is not None or test is not None:
+            raise UserError("eval: --data is both parts in one: leave out --train and --test")
+        return _part(data, "train"), _part(data, "test")
+    if train is None or test is None:
+        raise UserError("eval: --train and --test belong together; or give --data")
+    return open_images(train), open_images(test)
+
+
+def _part(data: str, split: Literal["train", "test"]) -> Images:
+    kind, *numbers = data.split(":")
+    if kind != "scenes":
+        folders = [
+            Path(data) / name for name in (["train"] if split == "train" else ["test", "val"])
+        ]
+        return open_images(next((f for f in folders if f.is_dir()), folders[0]))
+    numbers += ["8192", "64", "0"][len(numbers) :]
+    if split == "test" and numbers[2].isdecimal():
+        numbers[2] = str(int(numbers[2]) + 1)
+    return open_images(":".join(["scenes", *numbers]))
+
+
+def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
+    """Names of the labels to ask for, each known of both parts and worth asking for."""
+    common = [name for name in train.labels if name in test.labels]
+    if not common:
+        raise DataError("eval: the images have no labels: put them in one folder per class")
+    if not wanted:
+        wanted = [n for n in common if n in QUESTIONS or not isinstance(train, Scenes)]
+    for name in wanted:
+        if name not in common:
+            raise UserError(f"--label {name}: no such label; there is {', '.join(common)}")
+        first = int(train.labels[name][0])
+        if (train.labels[name] == first).all():
+            raise DataError(
+                f"{name}: all {len(train)} training images are of one class: nothing to tell apart"
+            )
+    return list(wanted)
+
+
+def paired_labels(train: Images, test: Images, name: str) -> tuple[Tensor, Tensor]:
+    """Labels of both parts, (N,) and (n,), where the same number means the same class."""
+    y, test_y = (torch.from_numpy(images.labels[name]) for images in (train, test))
+    ours, theirs = (getattr(images, "classes", None) for images in (train, test))
+    if name == "class" and ours and theirs and ours != theirs:
+        # A class of the test part may have another number there, or be missing in train.
+        names = list(dict.fromkeys([*ours, *theirs]))
+        test_y = torch.tensor([names.index(c) for c in theirs])[test_y]
+    return y, test_y
