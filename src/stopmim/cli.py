@@ -106,9 +106,9 @@ class Check:
 class Bench:
     """Measure speed; one JSON line for each figure."""
 
-    what: Positional[Literal["step", "masks", "growth", "loader"]]
+    what: Positional[Literal["step", "masks", "growth", "loader", "probe"]]
     """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
-    loader: reading images, against the usual pipeline"""
+    loader: reading images, against the usual pipeline; probe: linear classifiers"""
     preset: str | None = None
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"

@@ -5,6 +5,7 @@ STOPMIM_CACHE turns this off. A name is the hash of all that went in. A file is 
 renamed, and has its own hash in it: a damaged one is computed again. Any of them may be deleted.
 """
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -77,7 +78,8 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
         save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # a cache may fail; an evaluation need not
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         warn(f"{path.parent}: nothing is kept there for the next time: {error}")
 
 

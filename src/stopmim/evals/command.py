@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stopmim.data import Images, source_of
+from stopmim.data import Images
 from stopmim.data.scenes import Scenes
 from stopmim.errors import StorageError, UserError
 from stopmim.evals import Result, table
@@ -171,11 +171,15 @@ def _images(request: Request, encoder: Encoder) -> tuple[Images, Images]:
 
 
 def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, str]:
+    def source(images: Images, given: str | None) -> str:
+        where = str(images) if isinstance(images, Scenes) else given or images.fingerprint
+        return f"{where} ({len(images)} images)"
+
     return {
         "encoder": name,
         "branch": request.branch,
-        "train_data": f"{request.train or request.data or source_of(train, train)} ({len(train)})",
-        "test_data": f"{request.test or request.data or source_of(test, test)} ({len(test)})",
+        "train_data": source(train, request.train or request.data),
+        "test_data": source(test, request.test or request.data),
         "seed": str(request.seed),
     }
 

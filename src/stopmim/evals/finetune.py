@@ -120,7 +120,7 @@ def finetune(
     common: dict[str, Any] = {"seed": seed, "train": len(y)}
     return [
         accuracy(
-            "finetune" if selection == "held-out" else "finetune, best epoch",
+            "finetune" if selection == "held-out" else "finetune best epoch",
             label,
             correct[-1 if selection == "held-out" else best],
             len(test_y),

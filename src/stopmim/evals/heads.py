@@ -33,8 +33,9 @@ class Head:
     weight_decay: float
 
     def __str__(self) -> str:
-        blocks = "last" if self.layers == 1 else f"last {self.layers}"
-        return f"{blocks}, {self.norm} norm, lr x{self.lr:g}, decay {self.weight_decay:g}"
+        """What was chosen; the layers are part of the protocol."""
+        norm = "no bn" if self.norm == "none" else self.norm
+        return f"{norm}, lr x{self.lr:g}, wd {self.weight_decay:g}"
 
 
 def grid(recipe: Recipe, layers: Sequence[int]) -> list[Head]:

@@ -234,12 +234,12 @@ def _linear(kit: _Kit, label: str) -> Iterator[Measured]:
     )
     for probe in found:
         name = _linear_name(probe.head.layers)
-        setting = str(probe.head).partition(", ")[2]
+        setting = str(probe.head)
         yield _measured(name, label, probe.correct, probe.selection, options.seed, len(y), setting)
         if probe.selection == "paper":
             best = probe.best_epoch
             result = accuracy(
-                f"{name}, best epoch",
+                f"{name} best epoch",
                 label,
                 int(probe.epochs[best]),
                 len(test_y),
@@ -266,7 +266,7 @@ def _solved(kit: _Kit, label: str) -> Iterator[Measured]:
 
 
 def _linear_name(layers: int) -> str:
-    return "linear" if layers == 1 else f"linear, last {layers}"
+    return "linear" if layers == 1 else f"linear last{layers}"
 
 
 def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
@@ -288,7 +288,7 @@ def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
         kit.last(test_x),
         statistics="test" if options.released else "train",
     )
-    many = f"{few} per class" if isinstance(few, int) else few.name
+    many = f"{few}/class" if isinstance(few, int) else few.name
     released = ", released" if options.released else ""
     setting = f"{many}, lambda {LAMBDA}{released}"
     right = found.cpu() == test_y

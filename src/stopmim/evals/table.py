@@ -11,7 +11,7 @@ from stopmim.evals.compare import Comparison
 from stopmim.run import write_whole
 
 HERE = Path(__file__).parent
-COLUMNS = ("protocol", "of", "random", "value", "95 % interval", "n", "chosen on", "setting")
+COLUMNS = ("protocol", "of", "random", "value", "95 % interval", "n", "chosen", "setting")
 RIGHT = {"random", "value", "95 % interval", "n", "A", "B", "B - A", "p"}
 CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}
 
