@@ -31,8 +31,24 @@ PYTHON = [
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands of the pages name: runs, and images with labels."""
+    root = tmp_path_factory.mktemp("docs")
+    for name in ("first", "b16"):
+        pretrain(NoiseImages(), root / "runs" / name, tiny(seed=len(name)), stop_at=1)
+    write_folder(root / "my_images", 16)
+    for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
+        write_folder(root / part, 40)
+    (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
+    return root
+
+
 @pytest.mark.parametrize("line", SHELL)
-def test_a_command_works_as_written(line: str) -> None:
+def test_a_command_works_as_written(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
     match shlex.split(line, comments=True):
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
@@ -40,6 +56,10 @@ def test_a_command_works_as_written(line: str) -> None:
             assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
         case ["stopmim", ("demo" | "bench" | "check") as command, *words]:
             assert parse([command, *words]) is not None
+        case ["stopmim", "eval", ("suite" | "tracking") as protocol, *words]:
+            assert parse(["eval", protocol, *words]) is not None  # test_suite.py has the whole
+        case ["stopmim", "eval", "finetune", *words]:
+            assert main(["eval", "finetune", *words, "--epochs", "1"]) == 0
         case ["stopmim", *words]:
             assert main(words) == 0
         case ["python", script]:

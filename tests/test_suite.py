@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from stopmim import cli, pretrain
+from stopmim import Run, cli, pretrain
 from stopmim.bench_probe import bench_probe
 from stopmim.cli import main
 from stopmim.data.randaugment import ALL, rand_augment
@@ -71,6 +74,18 @@ class Planted(nn.Module):
         self.calls.append(len(images))
         colour = images.flatten(2).mean(dim=2)
         return torch.cat([colour] * layers, dim=1) + torch.tensor([0.1, 0.2, 0.3] * layers)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return pretrain(NoiseImages(), tmp_path_factory.mktemp("a") / "run", tiny(), stop_at=1)
+
+
+@pytest.fixture
+def run(trained: Run) -> Run:
+    """Without the results of other tests."""
+    (trained.path / "results.jsonl").unlink(missing_ok=True)
+    return trained
 
 
 @pytest.fixture(autouse=True)
@@ -490,9 +505,8 @@ def test_scenes_are_tested_on_the_next_seed() -> None:
 
 
 def test_a_run_is_evaluated_and_every_number_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
     words = ["--data", "scenes:48:24", "--seed", "1", "--label", "count"]
     assert main(["eval", "knn", str(run.path), *words]) == 0
     assert main(["eval", "lowshot", str(run.path), *words, "--per-class", "2"]) == 0
@@ -508,6 +522,40 @@ def test_a_run_is_evaluated_and_every_number_noted(
     assert 0 <= lines[0]["random_init"] <= 1
     assert main(["eval", "compare", str(run.path), RANDOM, *words, "--layers", "last"]) == 0
     assert "B - A" in capsys.readouterr().out
+
+
+def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    followed = []
+
+    def track(encoder: Any, videos: Any, how: Any, *, device: Any) -> list[Result]:
+        followed.append((videos, how.size, str(device)))
+        common = ("tracking", "objects", 0.25, (0.2, 0.3), 7, "none", 0)
+        return [Result(name, *common) for name in ("J&F", "J decay")]
+
+    # What tracking does is tested where it is made; here, that it is asked and its answer shown.
+    stub = SimpleNamespace(track=track, Tracking=lambda size: SimpleNamespace(size=size))
+    monkeypatch.setitem(sys.modules, "stopmim.evals.tracking", stub)
+    videos = SimpleNamespace(open_videos=lambda source: [source])
+    monkeypatch.setitem(sys.modules, "stopmim.data.videos", videos)
+    assert (
+        main(["eval", "suite", str(run.path), "--data", "scenes:100:24", "--label", "count"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert followed == [(["scenes"], 48, "cpu")] * 2  # the encoder and its twin
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+    assert out.splitlines()[-1] == str(run.path / "evaluation.html")
+    shown = [line["protocol"] + " " + line["name"] for line in run.results]
+    assert shown == [
+        "knn accuracy", "linear accuracy", "linear last4 accuracy", "lowshot accuracy",
+        "rankme rankme", "tracking J&F",
+    ]  # fmt: skip
+    assert all("random_init" in line for line in run.results)
+    page = (run.path / "evaluation.html").read_text()
+    for line in run.results[:-2]:
+        assert f"{100 * line['value']:.1f}" in page
+    assert "tracking J&amp;F" in page
 
 
 @pytest.mark.parametrize(
@@ -546,9 +594,6 @@ def test_recipes_of_the_command_line_are_those_there_are() -> None:
 
 
 def test_help_of_evaluations_does_not_load_torch() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from stopmim.cli import main\n"
         "assert main(['eval', '--help']) == 0 and main(['eval', 'suite', '--help']) == 0\n"

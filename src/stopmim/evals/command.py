@@ -103,9 +103,10 @@ def tune(name: str, request: Request, recipe: str, changes: Mapping[str, Any]) -
     results: list[Result] = []
     for label in choose_labels(train, test, request.label):
         y, _ = paired_labels(train, test, label)
+        part = train
         if request.list is not None:
-            part: Images = Subset(train, listed(train, request.list))
-        else:
+            part = Subset(train, listed(train, request.list))
+        elif request.per_class:
             part = Subset(train, per_class(y, request.per_class, request.seed))
         results += finetune(
             encoder,

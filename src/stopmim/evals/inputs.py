@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stopmim.data import Images, open_images
 from stopmim.data.scenes import Scenes
@@ -15,6 +15,7 @@ from stopmim.errors import DataError, UserError
 from stopmim.evals.features import View
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
+from stopmim.positions import sincos_2d
 from stopmim.vit import Encoder, VisionTransformer, initialise
 
 QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
@@ -40,6 +41,11 @@ def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
         torch.manual_seed(seed_of("untrained", seed))
         # On the CPU, so that the twin is the same whatever the device.
         twin.cpu().apply(initialise)
+        for token in twin.parameters(recurse=False):  # of the class, where there is one
+            nn.init.normal_(token, std=0.02)
+    # Some have learned their positions; all begin with, or without, a class token that has none.
+    patches = twin.side**2
+    twin.pos_embed.zero_()[0, -patches:] = sincos_2d(twin.side, twin.width)
     return twin.eval()
 
 
