@@ -1,6 +1,7 @@
 """Linear heads trained together, by the published recipes."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -42,13 +43,15 @@ def test_a_grid_of_heads_trained_together_equals_each_trained_alone(recipe: Reci
         assert torch.equal(alone.predicted[0], together.predicted[i]), head
 
 
-def reference(head: Head, recipe: Recipe, x: Tensor, y: Tensor, first: nn.Module) -> nn.Module:
+def reference(head: Head, recipe: Recipe, x: Tensor, y: Tensor, first: nn.Sequential) -> nn.Module:
     """The head as modules, trained by torch.optim.SGD or by LARS written down parameter-wise."""
-    linear, speed = first[-1], {}
+    linear, speed = first[-1], dict[str, Tensor | int]()
     if recipe.optimizer == "sgd":
-        norm = [p for m in first[:-1] for p in m.parameters()]
+        matrix = [linear.weight, linear.bias]
+        norm = [p for name, p in first.named_parameters() if not any(p is m for m in matrix)]
+        params: list[dict[str, Any]] = [{"params": matrix}, {"params": norm, "weight_decay": 0.0}]
         sgd = torch.optim.SGD(
-            [{"params": linear.parameters()}, {"params": norm, "weight_decay": 0.0}],
+            params,
             lr=1.0, momentum=0.9, nesterov=True, weight_decay=head.weight_decay,
         )  # fmt: skip
     first.train()
@@ -64,7 +67,7 @@ def reference(head: Head, recipe: Recipe, x: Tensor, y: Tensor, first: nn.Module
                 sgd.step()
                 continue
             for name, p in first.named_parameters():
-                g = p.grad
+                g = p.grad if p.grad is not None else torch.zeros_like(p)
                 if p is linear.weight or p is linear.bias:  # batch norm does not decay
                     g = g + head.weight_decay * p.data
                 if p.ndim > 1 and p.data.norm() > 0 and g.norm() > 0:

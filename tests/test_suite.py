@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -139,7 +139,7 @@ def test_damaged_features_are_computed_again(damage: str) -> None:
     (path,) = (cache.folder() or Path()).rglob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
-    path.write_bytes({"cut": data[:-5], "flipped": data, "empty": b""}[damage])
+    path.write_bytes(bytes({"cut": data[:-5], "flipped": data, "empty": b""}[damage]))
     encoder.calls.clear()
     assert torch.equal(frozen(encoder, images, View(24)), first)
     assert len(encoder.calls) == 1
@@ -531,8 +531,8 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
 
     def track(encoder: Any, videos: Any, how: Any, *, device: Any) -> list[Result]:
         followed.append((videos, how.size, str(device)))
-        common = ("tracking", "objects", 0.25, (0.2, 0.3), 7, "none", 0)
-        return [Result(name, *common) for name in ("J&F", "J decay")]
+        names = ("J&F", "J decay")
+        return [Result(n, "tracking", "objects", 0.25, (0.2, 0.3), 7, "none", 0) for n in names]
 
     # What tracking does is tested where it is made; here, that it is asked and its answer shown.
     stub = SimpleNamespace(track=track, Tracking=lambda size: SimpleNamespace(size=size))
@@ -588,9 +588,9 @@ def test_a_mistake_is_one_line(
 
 
 def test_recipes_of_the_command_line_are_those_there_are() -> None:
-    assert {*cli.RecipeName.__args__} == {"auto", "own", *TASKS}
-    names = {f.name: f.type for f in dataclasses.fields(cli.Finetune)}
-    assert {*names["recipe"].__args__} == {*RECIPES}  # type: ignore[union-attr]
+    assert {*get_args(cli.RecipeName)} == {"auto", "own", *TASKS}
+    types = {field.name: field.type for field in dataclasses.fields(cli.Finetune)}
+    assert {*get_args(types["recipe"])} == {*RECIPES}
 
 
 def test_help_of_evaluations_does_not_load_torch() -> None:
@@ -604,8 +604,10 @@ def test_help_of_evaluations_does_not_load_torch() -> None:
 
 
 def test_the_probe_benchmark_says_who_got_how_near_to_the_optimum_in_what_time() -> None:
-    ours, theirs, ratio = map(json.loads, bench_probe(n=60, d=8, classes=3).splitlines())
+    lines = bench_probe(n=60, d=8, classes=3, samples=80).splitlines()
+    ours, theirs, ratio, heads = map(json.loads, lines)
     assert (ours["solver"], theirs["solver"]) == ("stopmim", "scikit-learn")
     assert ours["gap"] <= 1e-6
-    assert theirs["gap"] <= 1e-6
-    assert ratio["time"] > 0
+    assert theirs["gap"] <= 1e-6 or theirs["seconds"] > 4 * ours["seconds"]
+    assert ratio["time"] == pytest.approx(theirs["seconds"] / ours["seconds"], rel=0.5)
+    assert len(heads["accuracy"]) == 12

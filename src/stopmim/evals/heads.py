@@ -65,12 +65,13 @@ def train_heads(
     seed: int = 0,
     device: torch.device | str = "cpu",
     every_epoch: bool = True,
+    tf32: bool = True,
 ) -> Outcome:
     """Trains `heads` by `recipe` and tests them, after every epoch or after the last one only.
 
     The order of samples depends on (seed, epoch), the first weights on seed and input: a head comes
-    out the same in any company, up to rounding. Products are in TF32 on a GPU, which has as many
-    digits as half-precision features.
+    out the same in any company, up to rounding. Products on a GPU are in TF32, which has as many
+    digits as half-precision features; `stopmim bench probe` compares it with float32.
 
     Args:
         train: features (N, L * D) of one or several views of the training images; epoch e sees view
@@ -92,7 +93,10 @@ def train_heads(
     ]
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
-    with _tf32(device), Ticker(f"{len(heads)} heads", recipe.epochs) as ticker:
+    with (
+        _tf32(tf32 and device.type == "cuda"),
+        Ticker(f"{len(heads)} heads", recipe.epochs) as ticker,
+    ):
         for epoch in range(recipe.epochs):
             x = views[epoch % len(views)]
             order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
@@ -205,9 +209,9 @@ def _near(x: Tensor, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def _tf32(device: torch.device) -> Iterator[None]:
+def _tf32(wanted: bool) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
+    if wanted:
         torch.set_float32_matmul_precision("high")
     try:
         yield
