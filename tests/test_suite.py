@@ -236,6 +236,8 @@ def test_the_same_question_again_is_answered_from_the_cache() -> None:
         assert (a.correct is None) == (b.correct is None)
         assert a.correct is None or b.correct is None or torch.equal(a.correct, b.correct)
     assert measure(encoder, train, test, Options(few=6))[-2].result.train == 24  # another question
+    train.labels["class"] = train.labels["class"][::-1].copy()
+    assert measure(encoder, train, test, options)[0].result != first[0].result
 
 
 def test_k_is_chosen_without_the_sample_itself() -> None:
@@ -520,6 +522,9 @@ def test_a_run_is_evaluated_and_every_number_noted(
     assert lines[0]["test_data"] == "scenes:48:24:1 (48 images)"
     assert lines[0]["seed"] == 1
     assert 0 <= lines[0]["random_init"] <= 1
+    tune = ["eval", "finetune", str(run.path), *words, "--epochs", "1", "--random-init"]
+    assert main(tune) == 0
+    assert "random_init" in run.results[-1]
     assert main(["eval", "compare", str(run.path), RANDOM, *words, "--layers", "last"]) == 0
     assert "B - A" in capsys.readouterr().out
 

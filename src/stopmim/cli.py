@@ -253,13 +253,16 @@ class Finetune(Asked):
     batch_size: int | None = None
     lr: float | None = None
     weight_decay: float | None = None
+    random_init: bool = False
+    """fine-tune from random weights as well, to have that number beside; takes twice as long"""
 
     def __call__(self) -> None:
         from stopmim.evals.command import tune
 
         names = ("epochs", "batch_size", "lr", "weight_decay")
         changes = {name: getattr(self, name) for name in names}
-        print(tune(self.encoder, self.request(recipe="auto"), self.recipe, changes))
+        request = self.request(recipe="auto")
+        print(tune(self.encoder, request, self.recipe, changes, beside=self.random_init))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from stopmim.evals.inputs import (
     open_encoder,
     open_pair,
     paired_labels,
+    untrained,
 )
 from stopmim.evals.linear import Selection
 from stopmim.evals.lowshot import Subset, listed, per_class
@@ -91,8 +92,10 @@ def track(name: str, request: Request) -> str:
     return table.text(table.rows(results))
 
 
-def tune(name: str, request: Request, recipe: str, changes: Mapping[str, Any]) -> str:
-    """Fine-tunes the whole encoder, with the labels asked for."""
+def tune(
+    name: str, request: Request, recipe: str, changes: Mapping[str, Any], *, beside: bool = False
+) -> str:
+    """Fine-tunes the whole encoder; with `beside` also one from random weights."""
     encoder = open_encoder(name, request.branch)
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"{name}: only a Vision Transformer of ours can be fine-tuned")
@@ -103,23 +106,30 @@ def tune(name: str, request: Request, recipe: str, changes: Mapping[str, Any]) -
     results: list[Result] = []
     for label in choose_labels(train, test, request.label):
         y, _ = paired_labels(train, test, label)
-        part = train
+        part, found = train, list[list[Result]]()
         if request.list is not None:
             part = Subset(train, listed(train, request.list))
         elif request.per_class:
             part = Subset(train, per_class(y, request.per_class, request.seed))
-        results += finetune(
-            encoder,
-            part,
-            test,
-            label,
-            dataclasses.replace(RECIPES[recipe], **given),
-            view=middle(encoder, test, request.size),
-            selections=options.selections,
-            seed=request.seed,
-            device=options.device,
-            precision=options.precision,
-        )
+        for start in (encoder, untrained(encoder, request.seed)) if beside else (encoder,):
+            found.append(
+                finetune(
+                    start,
+                    part,
+                    test,
+                    label,
+                    dataclasses.replace(RECIPES[recipe], **given),
+                    view=options.view or middle(encoder, test),
+                    selections=options.selections,
+                    seed=request.seed,
+                    device=options.device,
+                    precision=options.precision,
+                )
+            )
+        results += [
+            dataclasses.replace(own, random_init=twin.value if beside else None)
+            for own, twin in zip(found[0], found[-1], strict=True)
+        ]
     facts = _facts(name, request, train, test)
     note(lines, [result.as_dict() for result in results], facts)
     return table.text(table.rows(results))
@@ -132,7 +142,7 @@ def contrast(a: str, b: str, request: Request) -> str:
     options = options_of(request, first, ("knn", "linear", "lowshot"), test)
     found = compare(first, second, train, test, options)
     facts = {"A": a, "B": b} | _facts(b, request, train, test)
-    note(destination("", request.out), [c.as_dict() for c in found], facts)
+    note(destination(None, request.out), [c.as_dict() for c in found], facts)
     return table.text(table.compared(found))
 
 
@@ -148,13 +158,21 @@ def options_of(
     video_size = request.video_size
     if video_size is None and (request.videos or "").split(":")[0] == "scenes":
         video_size = 2 * size  # drawn at 64 px: 480 would be a blur
+    view = task.test.at(size) if task else None
+    if request.size is not None and task is None and test is not None:
+        view = middle(encoder, test, size)  # without a wish each encoder has its own
     return Options(
         protocols=tuple(protocols),
         labels=tuple(request.label),
         selections=SELECTIONS[request.selection],
         layers=LAYERS[request.layers],
         recipe=task.recipe if task else OWN if request.recipe == "own" else None,
-        view=task.test.at(size) if task else middle(encoder, test, size) if test else None,
+        # Without a wish each encoder has its own.
+        view=task.test.at(size)
+        if task
+        else middle(encoder, test, size)
+        if wished and test
+        else None,
         train_view=task.train.at(size) if task else None,
         views=request.views,
         videos=request.videos,
@@ -171,7 +189,7 @@ def _images(request: Request, encoder: Encoder) -> tuple[Images, Images]:
     return open_pair(request.data, request.train, request.test, encoder)
 
 
-def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, str]:
+def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, Any]:
     def source(images: Images, given: str | None) -> str:
         where = str(images) if isinstance(images, Scenes) else given or images.fingerprint
         return f"{where} ({len(images)} images)"
@@ -181,14 +199,15 @@ def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str
         "branch": request.branch,
         "train_data": source(train, request.train or request.data),
         "test_data": source(test, request.test or request.data),
-        "seed": str(request.seed),
+        "seed": request.seed,
     }
 
 
-def destination(name: str, out: Path | None) -> Path | None:
+def destination(name: str | None, out: Path | None) -> Path | None:
     """The file of results: that of --out (a file, or a folder for results.jsonl), or of the run."""
     if out is None:
-        return Path(name) / "results.jsonl" if (Path(name) / "run.json").exists() else None
+        run = name is not None and (Path(name) / "run.json").exists()
+        return Path(str(name)) / "results.jsonl" if run else None
     path = out if out.suffix and not out.is_dir() else out / "results.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +216,7 @@ def destination(name: str, out: Path | None) -> Path | None:
     return path
 
 
-def note(path: Path | None, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> None:
+def note(path: Path | None, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     if path is None:
         return
     try:

@@ -69,8 +69,8 @@ def probes(
             Default: the first of `train`.
     """
     # An encoder of two blocks has no last four.
-    deep = {n: min(n, test.shape[1] // width) for n in layers}
-    heads = grid(recipe, sorted(set(deep.values())))
+    deep = list(dict.fromkeys(min(n, test.shape[1] // width) for n in layers))
+    heads = grid(recipe, deep)
     common: dict[str, Any] = {"width": width, "seed": seed, "device": device}
     chosen: dict[int, Head] = {}
     if "held-out" in selections:
@@ -80,7 +80,7 @@ def probes(
             heads, recipe, [x[rest] for x in train], y[rest], shown[held], y[held],
             every_epoch=False, **common,
         )  # fmt: skip
-        for n in deep.values():
+        for n in deep:
             chosen[n] = _best(heads, found.correct[-1], n)
     # A head comes out the same in any company: if nobody asks for the others, they are left out.
     heads = heads if "paper" in selections else list(dict.fromkeys(chosen.values()))
@@ -89,7 +89,7 @@ def probes(
     )
     results = []
     for selection in selections:
-        for n in deep.values():
+        for n in deep:
             # The last epoch decides here as well; the best one of this head is recorded beside it.
             head = chosen[n] if selection == "held-out" else _best(heads, found.correct[-1], n)
             i = heads.index(head)

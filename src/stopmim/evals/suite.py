@@ -92,9 +92,13 @@ def _key(result: Result) -> tuple[str, ...]:
 
 def measure(encoder: Encoder, train: Images, test: Images, options: Options) -> list[Measured]:
     """The protocols of `options` that need images, for each label in turn."""
-    choose_labels(train, test, options.labels)  # complain before any work, and whatever is kept
-    data = (train.fingerprint, test.fingerprint, len(train), len(test))
-    return _kept(encoder, (*data, options), lambda: list(_ask(encoder, train, test, options)))
+    names = choose_labels(train, test, options.labels)  # complains before any work
+    data = [(i.fingerprint, len(i), *(i.labels[n].tobytes() for n in names)) for i in (train, test)]
+    few = (
+        options.few.read_bytes() if isinstance(options.few, Path) and options.few.exists() else b""
+    )
+    asked = (*data, few, options)
+    return _kept(encoder, asked, lambda: list(_ask(encoder, train, test, options)))
 
 
 def measure_videos(encoder: Encoder, options: Options) -> list[Measured]:
@@ -215,8 +219,8 @@ def _knn(kit: _Kit, label: str) -> Iterator[Measured]:
 def _linear(kit: _Kit, label: str) -> Iterator[Measured]:
     y, test_y = kit.labels(label)
     options = kit.options
-    quick = kit.train_x.numel() * len(y.unique()) <= QUICK and not options.views
-    if options.recipe is None and quick:
+    solvable = options.recipe is None and not options.views
+    if solvable and kit.train_x.numel() * len(y.unique()) <= QUICK:
         yield from _solved(kit, label)
         return
     found = probes(

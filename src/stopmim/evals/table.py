@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -80,7 +81,7 @@ def markdown(table: Sequence[Mapping[str, str]], title: str) -> str:
     return f"# {title.replace(chr(10), ' ')}\n\n{body}\n"
 
 
-def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, str]) -> str:
+def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any]) -> str:
     """One page that needs nothing else, light or dark as the reader has it."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
@@ -90,7 +91,7 @@ def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, str
     return page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
 
 
-def write(folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, str]) -> Path:
+def write(folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> Path:
     """evaluation.md, evaluation.html and evaluation.json in `folder`; where the page is."""
     table = rows(results)
     tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
