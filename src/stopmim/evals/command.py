@@ -167,12 +167,7 @@ def options_of(
         selections=SELECTIONS[request.selection],
         layers=LAYERS[request.layers],
         recipe=task.recipe if task else OWN if request.recipe == "own" else None,
-        # Without a wish each encoder has its own.
-        view=task.test.at(size)
-        if task
-        else middle(encoder, test, size)
-        if wished and test
-        else None,
+        view=view,
         train_view=task.train.at(size) if task else None,
         views=request.views,
         videos=request.videos,
