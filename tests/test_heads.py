@@ -13,6 +13,7 @@ from stopmim.evals.heads import Head, grid, train_heads
 from stopmim.evals.linear import held_out, probes, solve
 from stopmim.evals.protocols import OWN, TASKS, Recipe
 from stopmim.keys import torch_generator
+from stopmim.vit import VisionTransformer
 
 SHORT = Recipe(3, batch_size=32, lr=0.1, lr_factors=(1.0, 0.1), weight_decays=(5e-4, 0.0))
 LARS = Recipe(3, batch_size=32, lr=10.0, optimizer="lars", lr_factors=(1.0, 0.1))
@@ -176,14 +177,16 @@ def test_tasks_have_the_published_classes_epochs_and_views() -> None:
         "inat18": (8142, 84), "clevr_count": (8, 50), "clevr_dist": (6, 100),
         "imagenet_lars": (1000, 50), "imagenet_mae": (1000, 90),
     }  # fmt: skip
+    b16, l16 = (VisionTransformer.from_arch(f"vit_{size}16", 224) for size in "sl")
     for name, task in TASKS.items():
-        assert task.train.flip
-        assert not task.test.is_random
-        assert (task.test.kind, task.train.kind) == (
-            ("squeeze", "squeeze") if "clevr" in name else ("middle", "crop")
-        )
-    larger = TASKS["imagenet"].test.at(448)
-    assert (larger.size, larger.resize, larger.mode) == (448, 512, "bicubic")
+        views = task.views(b16)
+        if "clevr" in name:  # stretched, never cropped
+            assert (views.train.scale, views.test.resize) == (None, (224, 224))
+        else:
+            assert (views.train.scale, views.test.resize) == ((0.08, 1.0), 256)
+    assert TASKS["inat18"].views(b16).test.mode == "bilinear"
+    assert TASKS["inat18"].views(l16).test.mode == "bicubic"
+    assert not TASKS["imagenet_mae"].views(b16).train.retry
 
 
 # ------------------------------------------------------------------------------ the two readings

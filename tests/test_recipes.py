@@ -13,7 +13,6 @@ from stopmim.data.recipes import (
     TrainView,
     View,
     probe,
-    tracking_frame,
 )
 from stopmim.data.transforms import Mode, resized
 from test_transforms import FILTERS, difference, photo
@@ -110,25 +109,3 @@ def test_the_crop_of_maes_probe_is_cut_off_where_others_draw_again() -> None:
     assert max(cut) - min(cut) > 60
     assert MAE_PROBE.test == FINETUNE.test == View(256, 224, "bicubic")
     assert FINETUNE.train.retry
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((480, 854), (480, 832)), ((480, 910), (480, 896)), ((854, 480), (832, 480))],
-)
-def test_frames_have_dinos_sizes(shape: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert tracking_frame(np.zeros((*shape, 3), np.uint8)).shape == (3, *expected)
-
-
-def test_frames_are_resized_without_antialiasing() -> None:
-    """Every output pixel is a mix of its four neighbours: stripes survive as strong aliases."""
-    stripes = np.zeros((960, 1280, 3), np.uint8)
-    stripes[:, ::4] = 255
-    frame = tracking_frame(stripes).float()
-    columns = np.clip((np.arange(640) + 0.5) * 2 - 0.5, 0, 1279)
-    low = np.floor(columns).astype(int)
-    share = columns - low
-    row = stripes[0, :, 0].astype(float)
-    expected = row[low] * (1 - share) + row[np.minimum(low + 1, 1279)] * share
-    assert frame.shape == (3, 480, 640)
-    assert np.abs(frame[0, 100].numpy() - expected).max() <= 1

@@ -3,20 +3,18 @@
 scikit-learn solves the same low-shot problem in the same run.
 """
 
-import datetime
-import json
-import platform
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stopmim._version import __version__
+from stopmim.bench import machine, written
 from stopmim.errors import UserError
 from stopmim.evals.heads import grid, train_heads
 from stopmim.evals.lowshot import LAMBDA, fit_logistic, standardise
@@ -36,20 +34,26 @@ GRID = Recipe(
 
 
 def bench_probe(
-    n: int = 2000, d: int = 192, classes: int = 100, *, samples: int | None = None
+    n: int = 2000,
+    d: int = 192,
+    classes: int = 100,
+    *,
+    samples: int | None = None,
+    out: Path | None = None,
 ) -> str:
     """Seconds for each, as JSON lines.
 
     Args:
         n: samples of the low-shot problem (n, d); the paper's is 12,811 x 768 with 1,000 classes.
         samples: of the heads; default: 100,000 x 768 with 1,000 classes on a GPU, else n x d.
+        out: a folder for a dated Markdown file with the lines.
     """
     lines = [*low_shot(n, d, classes)]
     if torch.cuda.is_available():
         lines += heads(samples or 100_000, 768, 1000, torch.device("cuda"))
     else:
         lines += heads(samples or n, d, classes, torch.device("cpu"))
-    return "\n".join(json.dumps(line) for line in lines)
+    return written(lines, out, "probe")
 
 
 def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
@@ -67,7 +71,7 @@ def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
     l2 = LAMBDA / n
     ours, weights = _timed(lambda: fit_logistic(x, y, l2, tolerance=GOAL))
     least = objective(fit_logistic(x, y, l2, tolerance=1e-9), x, y, l2)
-    about = {"n": n, "d": d, "classes": classes, **_machine(torch.device("cpu"))}
+    about = {"n": n, "d": d, "classes": classes, **machine(torch.device("cpu"))}
     first = _line("stopmim", ours, objective(weights, x, y, l2) / least - 1) | about
     for steps in ITERATIONS:
         theirs = LogisticRegression(C=1 / LAMBDA, fit_intercept=False, tol=1e-12, max_iter=steps)
@@ -107,7 +111,7 @@ def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, 
                 "n": n,
                 "d": d,
                 "classes": classes,
-                **_machine(device),
+                **machine(device),
             }
         )
     return lines
@@ -141,15 +145,4 @@ def _line(solver: str, seconds: float, gap: float) -> dict[str, Any]:
         "solver": solver,
         "seconds": round(seconds, 3),
         "gap": float(f"{gap:.1e}"),
-    }
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "stopmim": __version__,
-        "date": datetime.date.today().isoformat(),
     }

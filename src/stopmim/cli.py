@@ -22,6 +22,7 @@ from stopmim.config import Config, Section, parse_yaml
 from stopmim.errors import DataError, UserError
 
 Changes = Suppress[dict[str, Any]]
+PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 RecipeName = Literal[
     "auto", "own", "imagenet", "imagenet_lars", "imagenet_mae", "cifar100", "places205", "inat18",
     "clevr_count", "clevr_dist",
@@ -113,6 +114,8 @@ class Bench:
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"
     """step: shapes of the config's likeliest masks, or the mean token counts of released ones"""
+    paper: bool = False
+    """probe: the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
     twin: bool = True
     """step: time the sine-cosine twin of a StoP preset too, in turn, and print the ratios"""
     rounds: int = 10
@@ -137,6 +140,10 @@ class Bench:
                 from stopmim.bench_loader import bench_loader
 
                 print(bench_loader(**options))
+            case "probe":
+                from stopmim.bench_probe import bench_probe
+
+                print(bench_probe(*(PAPER if self.paper else ()), out=self.out))
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,14 @@ def store(kind: str, key: bytes, arrays: dict[str, np.ndarray]) -> None:
             raise
 
 
+def folder() -> Path | None:
+    """Where everything is kept that only saves time; None: nowhere."""
+    own = os.environ.get("STOPMIM_CACHE")
+    if own is not None:
+        return Path(own) if own else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+
+
 def _path(kind: str, key: bytes) -> Path | None:
-    folder = os.environ.get("STOPMIM_CACHE")
-    if folder is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        folder = os.path.join(base, "stopmim")
-    if not folder:
-        return None
-    return Path(folder) / f"{kind}-v{VERSION}-{hashlib.sha256(key).hexdigest()[:32]}.npz"
+    where = folder()
+    return where and where / f"{kind}-v{VERSION}-{hashlib.sha256(key).hexdigest()[:32]}.npz"

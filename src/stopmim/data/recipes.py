@@ -2,8 +2,8 @@
 
 All numbers are for models of 224 pixels; `Views.at` scales them. Normalisation is left to the
 device, see transforms.py. Where they come from: VISSL's configs for I-JEPA (linear probes), StoP's
-logistic_eval.py and MSN's (low-shot), MAE (its probe and fine-tuning), DINO's
-eval_video_segmentation.py (tracking).
+logistic_eval.py and MSN's (low-shot), MAE (its probe and fine-tuning). Frames of videos are resized
+by evals/tracking.py.
 """
 
 import math
@@ -30,8 +30,13 @@ class View:
     crop: int | None  # None: all that is there after the resize
     mode: Mode = "bilinear"
 
-    def __call__(self, image: np.ndarray) -> Tensor:
-        """(H, W, 3) to (3, S, S), both uint8."""
+    @property
+    def size(self) -> int:
+        """Edge of what is seen; the shorter one, if it need not be a square."""
+        return self.crop or (min(self.resize) if isinstance(self.resize, tuple) else self.resize)
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> Tensor:
+        """(H, W, 3) to (3, S, S), both uint8; nothing here is random."""
         if isinstance(self.resize, tuple):
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
@@ -116,18 +121,3 @@ FINETUNE = _usual("bicubic")  # without RandAugment, which the fine-tuning adds
 
 # One view for both splits. The released script meant 256 and resizes to 224.
 LOWSHOT = {"released": View(224, 224), "msn": View(256, 224)}
-
-TRACKING_STD = (0.228, 0.224, 0.225)  # DINO's, where everybody else has 0.229
-
-
-def tracking_frame(image: np.ndarray, short: int = 480) -> Tensor:
-    """A frame of a video, (H, W, 3) uint8, as (3, H', W'): the other side a multiple of 64.
-
-    Without antialiasing, as OpenCV resizes.
-    """
-    height, width = image.shape[:2]
-    if height > width:
-        height, width = int(short * height / width) // 64 * 64, short
-    else:
-        height, width = short, int(short * width / height) // 64 * 64
-    return resized(image, height, width, antialias=False)

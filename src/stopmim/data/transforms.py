@@ -59,14 +59,12 @@ def crop_box(
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def resized(
-    image: np.ndarray, height: int, width: int, mode: Mode = "bilinear", *, antialias: bool = True
-) -> Tensor:
+def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:
     """`image` (H, W, 3), uint8, as (3, height, width): Pillow's filter, or OpenCV's without."""
     # A copy of the crop alone, in memory order H, W, 3 and seen as a batch: torch then resizes the
     # three channels together, in two thirds of the time it takes with a view or with 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
-    return F.interpolate(pixels, (height, width), mode=mode, antialias=antialias)[0]
+    return F.interpolate(pixels, (height, width), mode=mode, antialias=True)[0]
 
 
 def resized_crop(

@@ -1,8 +1,8 @@
 """What was computed before: features, and answers made of them.
 
-Files lie in $STOPMIM_CACHE, else in $XDG_CACHE_HOME/stopmim, else in ~/.cache/stopmim; an empty
-STOPMIM_CACHE turns this off. A name is the hash of all that went in. A file is written aside and
-renamed, and has its own hash in it: a damaged one is computed again. Any of them may be deleted.
+Files lie where indexes of images do, see data/cache.py. A name is the hash of all that went in. A
+file is written aside and renamed, and has its own hash in it: a damaged one is computed again. Any
+of them may be deleted.
 """
 
 import contextlib
@@ -16,13 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.console import warn
-
-
-def folder() -> Path | None:
-    own = os.environ.get("STOPMIM_CACHE")
-    if own is not None:
-        return Path(own) if own else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+from stopmim.data.cache import folder
 
 
 def key(*parts: object) -> str:

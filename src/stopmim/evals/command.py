@@ -158,7 +158,8 @@ def options_of(
     video_size = request.video_size
     if video_size is None and (request.videos or "").split(":")[0] == "scenes":
         video_size = 2 * size  # drawn at 64 px: 480 would be a blur
-    view = task.test.at(size) if task else None
+    views = task.views(encoder).at(size) if task else None
+    view = views and views.test
     if request.size is not None and task is None and test is not None:
         view = middle(encoder, test, size)  # without a wish each encoder has its own
     return Options(
@@ -168,7 +169,7 @@ def options_of(
         layers=LAYERS[request.layers],
         recipe=task.recipe if task else OWN if request.recipe == "own" else None,
         view=view,
-        train_view=task.train.at(size) if task else None,
+        train_view=views and views.train,
         views=request.views,
         videos=request.videos,
         video_size=video_size,

@@ -6,7 +6,7 @@ Shapes: N images, D width of the encoder, L last blocks.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from stopmim.console import Ticker
 from stopmim.data import Images
 from stopmim.data.decode import BadImageError
-from stopmim.data.transforms import Mode, center_crop, crop_box, normalise, resized_crop
+from stopmim.data.recipes import TrainView, View
+from stopmim.data.transforms import normalise
 from stopmim.errors import DataError, NonFiniteError
 from stopmim.evals import cache
 from stopmim.keys import numpy_generator
@@ -27,46 +28,12 @@ LAYERS = 4  # last blocks that are kept: "last" and "last 4" then come from one 
 VERSION = 1  # in the key of the cache: a change of what is computed needs a new one
 
 
-@dataclass(frozen=True)
-class View:
-    """What an encoder is shown of an image."""
-
-    size: int
-    # middle: the shorter side to `resize`, then the central square; squeeze: all of the image, made
-    # square; crop: a random part, as RandomResizedCrop
-    kind: Literal["middle", "squeeze", "crop"] = "middle"
-    resize: int | None = None  # None: `size`, so that as much as possible is seen
-    mode: Mode = "bilinear"
-    flip: bool = False  # every other image mirrored, at random
-    scale: tuple[float, float] = (0.08, 1.0)  # of the area of a crop
-
-    @property
-    def is_random(self) -> bool:
-        return self.flip or self.kind == "crop"
-
-    def at(self, size: int) -> "View":
-        """The same for images of another size, `resize` in proportion."""
-        resize = self.resize and round(self.resize * size / self.size)
-        return replace(self, size=size, resize=resize)
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """(3, S, S) uint8 of `image` (H, W, 3)."""
-        if self.kind == "middle":
-            shown = center_crop(image, self.size, self.resize, self.mode)
-        else:
-            height, width = image.shape[:2]
-            whole = (0, 0, height, width)
-            box = crop_box(rng, height, width, self.scale) if self.kind == "crop" else whole
-            shown = resized_crop(image, box, self.size, self.mode)
-        return shown.flip(-1) if self.flip and rng.random() < 0.5 else shown
-
-
 def extract(
     encoder: Encoder,
     images: Images,
     *,
     size: int,
-    view: View | None = None,
+    view: View | TrainView | None = None,
     draw: tuple[int, int] = (0, 0),
     layers: int = 1,
     pool: Literal["mean", "cls"] = "mean",
@@ -89,7 +56,7 @@ def extract(
         DataError: an image cannot be read. Without it the number would be of another test set.
         NonFiniteError: the encoder answers with NaN or infinity.
     """
-    device, view = torch.device(device), view or View(size)
+    device, view = torch.device(device), view or View(size, size)
     features = torch.empty(len(images), layers * encoder.width)
     modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
     training = [module for module in modules if module.training]
@@ -150,7 +117,7 @@ def batches(show: Callable[[int], Tensor], order: Iterable[Iterable[int]]) -> It
 def frozen(
     encoder: Encoder,
     images: Images,
-    view: View,
+    view: View | TrainView,
     *,
     draw: tuple[int, int] = (0, 0),
     batch_size: int = 256,
@@ -167,7 +134,14 @@ def frozen(
     pool: Literal["mean", "cls"] = getattr(encoder, "pool", "mean")
     key = None
     if isinstance(encoder, nn.Module):
-        options = (asdict(view), draw if view.is_random else None, layers, pool, str(precision))
+        options = (
+            type(view).__name__,
+            asdict(view),
+            draw if isinstance(view, TrainView) else None,
+            layers,
+            pool,
+            str(precision),
+        )
         own = cache.of_encoder(encoder)
         key = cache.key(VERSION, own, images.fingerprint, len(images), *options)
         if kept := cache.load("features", key):

@@ -21,10 +21,11 @@ from stopmim import schedules
 from stopmim.console import Ticker
 from stopmim.data import Images
 from stopmim.data.randaugment import rand_augment
+from stopmim.data.recipes import FINETUNE, View
 from stopmim.data.transforms import normalise
 from stopmim.errors import DataError
 from stopmim.evals import Result, accuracy
-from stopmim.evals.features import View, batches, read
+from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import paired_labels
 from stopmim.evals.linear import Selection
 from stopmim.keys import numpy_generator, torch_generator
@@ -195,7 +196,7 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def _crops(train: Images, view: View, seed: int, epoch: int) -> Any:
-    crop = View(view.size, "crop", mode="bicubic", flip=True)
+    crop = FINETUNE.train.at(view.size)
 
     def show(i: int) -> Tensor:
         rng = numpy_generator("finetune", seed, epoch, i)

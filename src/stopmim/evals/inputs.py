@@ -3,16 +3,15 @@
 import copy
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from stopmim.data import Images, open_images
+from stopmim.data.recipes import View
 from stopmim.data.scenes import Scenes
 from stopmim.errors import DataError, UserError
-from stopmim.evals.features import View
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
 from stopmim.positions import sincos_2d
@@ -57,7 +56,7 @@ def native_size(encoder: Encoder) -> int:
 def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
     """The usual view: 256 px and then the middle 224 of photographs, all of a rendered scene."""
     size = size or native_size(encoder)
-    return View(size, resize=None if isinstance(images, Scenes) else round(size * 256 / 224))
+    return View(size if isinstance(images, Scenes) else round(size * 256 / 224), size)
 
 
 def open_pair(
@@ -74,23 +73,10 @@ def open_pair(
     if data is not None:
         if train is not None or test is not None:
             raise UserError("eval: --data is both parts in one: leave out --train and --test")
-        return _part(data, "train"), _part(data, "test")
+        return open_images(data, "train"), open_images(data, "test")
     if train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")
     return open_images(train), open_images(test)
-
-
-def _part(data: str, split: Literal["train", "test"]) -> Images:
-    kind, *numbers = data.split(":")
-    if kind != "scenes":
-        folders = [
-            Path(data) / name for name in (["train"] if split == "train" else ["test", "val"])
-        ]
-        return open_images(next((f for f in folders if f.is_dir()), folders[0]))
-    numbers += ["8192", "64", "0"][len(numbers) :]
-    if split == "test" and numbers[2].isdecimal():
-        numbers[2] = str(int(numbers[2]) + 1)
-    return open_images(":".join(["scenes", *numbers]))
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:

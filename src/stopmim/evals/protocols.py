@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stopmim import schedules
-from stopmim.evals.features import View
+from stopmim.arch import SIZES
+from stopmim.data.recipes import MAE_PROBE, Dataset, Views, probe
+from stopmim.vit import Encoder
 
 Norm = Literal["none", "bn", "fixed bn"]  # before the linear layer; fixed: without scale and shift
 
@@ -54,30 +56,27 @@ class Task:
 
     classes: int
     recipe: Recipe
-    train: View
-    test: View
+    dataset: Dataset
+
+    def views(self, encoder: Encoder) -> Views:
+        """What VISSL shows to an encoder of that size, at its 224 pixels; see `recipes.probe`."""
+        if self.recipe.init_std is not None:
+            return MAE_PROBE
+        arch = next((f"vit_{n}" for n, s in SIZES.items() if s.width == encoder.width), "vit_b")
+        return probe(self.dataset, arch, class_token=encoder.pool == "cls")
 
 
 def _tens(epochs: int, *milestones: int) -> Recipe:
     return Recipe(epochs, milestones=milestones)
 
 
-_CROP, _MIDDLE = View(224, "crop", flip=True), View(224, resize=256)
-_CROP3, _MIDDLE3 = (
-    View(224, "crop", mode="bicubic", flip=True),
-    View(224, resize=256, mode="bicubic"),
-)
-_SQUEEZE = View(224, "squeeze")
-
-# ImageNet and CIFAR-100: what every no-cls ViT file overrides, bicubic. CLEVR: the whole image made
-# square, as in the configs (the I-JEPA paper says centre crop). Places and iNaturalist: bilinear.
 TASKS = {
-    "imagenet": Task(1000, _tens(28, 8, 16, 24), _CROP3, _MIDDLE3),
-    "cifar100": Task(100, _tens(28, 8, 16, 24), _CROP3, _MIDDLE3),
-    "places205": Task(205, _tens(14, 4, 8, 12), _CROP, _MIDDLE),
-    "inat18": Task(8142, _tens(84, 24, 48, 72), _CROP, _MIDDLE),
-    "clevr_count": Task(8, Recipe(50), View(224, "squeeze", flip=True), _SQUEEZE),
-    "clevr_dist": Task(6, Recipe(100), View(224, "squeeze", flip=True), _SQUEEZE),
+    "imagenet": Task(1000, _tens(28, 8, 16, 24), "imagenet"),
+    "cifar100": Task(100, _tens(28, 8, 16, 24), "cifar100"),
+    "places205": Task(205, _tens(14, 4, 8, 12), "places205"),
+    "inat18": Task(8142, _tens(84, 24, 48, 72), "inat18"),
+    "clevr_count": Task(8, Recipe(50), "clevr"),
+    "clevr_dist": Task(6, Recipe(100), "clevr"),
     # ViT-H in vissl: sixteen heads with last and last four. Rates 6.4 and 0.64.
     "imagenet_lars": Task(
         1000,
@@ -85,7 +84,7 @@ TASKS = {
             50, lr=0.1, batch_size=16384, optimizer="lars", milestones=(15, 30, 45),
             lr_factors=(1.0, 0.1), weight_decays=(5e-4, 0.0),
         ),
-        _CROP3, _MIDDLE3,
+        "imagenet",
     ),
     # MAE's own: 90 epochs for ViT-B, 50 for L and H.
     "imagenet_mae": Task(
@@ -94,7 +93,7 @@ TASKS = {
             90, lr=0.1, batch_size=16384, optimizer="lars", warmup=10, final=0.0,
             norms=("fixed bn",), weight_decays=(0.0,), init_std=0.01,
         ),
-        _CROP3, _MIDDLE3,
+        "imagenet",
     ),
 }  # fmt: skip
 

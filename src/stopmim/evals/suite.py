@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stopmim.data import Images
+from stopmim.data.recipes import LOWSHOT, TrainView, View
 from stopmim.errors import DataError
 from stopmim.evals import Result, accuracy, cache
-from stopmim.evals.features import View, frozen, rankme
+from stopmim.evals.features import frozen, rankme
 from stopmim.evals.inputs import choose_labels, middle, paired_labels, untrained
 from stopmim.evals.knn import KS, choose_k, knn_predict
 from stopmim.evals.linear import Selection, probes, solve
@@ -38,7 +39,7 @@ class Options:
     layers: Sequence[int] = (1, 4)  # last blocks that a linear classifier sees
     recipe: Recipe | None = None  # to train linear classifiers; None: solve if that is quick
     view: View | None = None  # of test images, and of training images unless `views`; see `middle`
-    train_view: View | None = None  # for `views`
+    train_view: TrainView | None = None  # for `views`
     views: int = 0  # random views of the training images to train on; recipe.epochs is published
     videos: str | None = None  # for tracking, as `open_videos` reads it; None: no tracking
     few: int | Path = 25  # labelled images per class in the low-shot protocol, or a list of names
@@ -169,7 +170,7 @@ class _Kit:
         self.encoder, self.train, self.test, self.options = encoder, train, test, options
         self.view = options.view or middle(encoder, test)
 
-    def features(self, images: Images, view: View, draw: int = 0) -> Tensor:
+    def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
         options = self.options
         return frozen(
             self.encoder,
@@ -191,7 +192,7 @@ class _Kit:
     @cached_property
     def views(self) -> list[Tensor]:
         """What a linear classifier is trained on, epoch by epoch."""
-        random = self.options.train_view or View(self.view.size, "crop", flip=True)
+        random = self.options.train_view or TrainView(self.view.size)
         many = [self.features(self.train, random, i) for i in range(self.options.views)]
         return many or [self.train_x]
 
@@ -277,7 +278,7 @@ def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
     y, test_y = kit.labels(label)
     options, few = kit.options, kit.options.few
     index = per_class(y, few, options.seed) if isinstance(few, int) else listed(kit.train, few)
-    view = View(kit.view.size) if options.released else kit.view
+    view = LOWSHOT["released"].at(kit.view.size) if options.released else kit.view
     # If all of train has been asked for, these are among them.
     if "train_x" in vars(kit) and view == kit.view:
         x = kit.train_x[index]
