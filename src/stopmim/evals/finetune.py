@@ -9,7 +9,7 @@ rate per 256 images. The last epoch counts; the best one on test is the reading 
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,9 +80,11 @@ def finetune(
     """Accuracy on `test` of a copy of `encoder`, trained on all of `train`; nothing is chosen.
 
     Args:
-        view: of test images. Training images are random crops of its size, flipped, RandAugmented.
+        view: of test images, bicubic as MAE has it. Training images are random crops of its size,
+            flipped and RandAugmented.
         selections: "held-out" is the last epoch, "paper" the epoch that is best on test.
     """
+    view = replace(view, mode="bicubic")
     y, test_y = paired_labels(train, test, label)
     if len(y.unique()) < 2:
         raise DataError(f"{label}: all {len(y)} training images are of one class")
