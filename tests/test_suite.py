@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stopmim import Run, cli, pretrain
 from stopmim.bench_probe import bench_probe
 from stopmim.cli import main
+from stopmim.data.cache import folder
 from stopmim.data.randaugment import ALL, rand_augment
 from stopmim.data.recipes import TrainView, View
 from stopmim.data.scenes import Scenes
@@ -115,7 +116,7 @@ def test_whatever_changes_features_changes_their_key(what: str) -> None:
     encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2)
     images, view, options = Coloured(6), TrainView(24), dict[str, Any]()
     frozen(encoder, images, view)
-    other, (kept,) = encoder, list((cache.folder() or Path()).rglob("*.safetensors"))
+    other, (kept,) = encoder, list((folder() or Path()).rglob("*.safetensors"))
     if what == "images":
         images = Coloured(6, seed=1)
     elif what == "view":
@@ -137,7 +138,7 @@ def test_whatever_changes_features_changes_their_key(what: str) -> None:
 def test_damaged_features_are_computed_again(damage: str) -> None:
     encoder, images = Planted(), Coloured(6)
     first = frozen(encoder, images, View(24, 24))
-    (path,) = (cache.folder() or Path()).rglob("*.safetensors")
+    (path,) = (folder() or Path()).rglob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes({"cut": data[:-5], "flipped": data, "empty": b""}[damage]))
@@ -541,7 +542,16 @@ def test_a_run_is_evaluated_and_every_number_noted(
 def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--data", "scenes:100:24", "--label", "count", "--layers", "last", "--videos", "scenes:1:32"]
+    words = [
+        "--data",
+        "scenes:100:24",
+        "--label",
+        "count",
+        "--layers",
+        "last",
+        "--videos",
+        "scenes:1:32",
+    ]
     assert main(["eval", "suite", str(run.path), *words]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[:-1])) <= 100

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from stopmim.data import Images
 from stopmim.data.recipes import LOWSHOT, TrainView, View
+from stopmim.data.videos import open_videos
 from stopmim.errors import DataError
 from stopmim.evals import Result, accuracy, cache
 from stopmim.evals.features import frozen, rankme
@@ -22,6 +22,7 @@ from stopmim.evals.knn import KS, choose_k, knn_predict
 from stopmim.evals.linear import Selection, probes, solve
 from stopmim.evals.lowshot import LAMBDA, Subset, classify, listed, per_class
 from stopmim.evals.protocols import OWN, Recipe
+from stopmim.evals.tracking import Tracking, track
 from stopmim.vit import Encoder, VisionTransformer
 
 PROTOCOLS = ("knn", "linear", "lowshot", "rankme", "tracking")
@@ -106,19 +107,18 @@ def measure_videos(encoder: Encoder, options: Options) -> list[Measured]:
     """Tracking; nothing without videos."""
     if options.videos is None:
         return []
-    tracking, videos = import_module("stopmim.evals.tracking"), import_module("stopmim.data.videos")
-    how = None if options.video_size is None else tracking.Tracking(size=options.video_size)
+    source = options.videos
+    how = Tracking() if options.video_size is None else Tracking(size=options.video_size)
 
     def follow() -> list[Measured]:
         if isinstance(encoder, nn.Module):
             encoder.to(options.device)
-        shown = videos.open_videos(options.videos)
-        results = tracking.track(encoder, shown, how, device=torch.device(options.device))
+        results = track(encoder, open_videos(source), how, device=options.device)
         return [Measured(result, None) for result in results]
 
     # Videos on disk may change behind their name.
-    drawn = options.videos.split(":")[0] == "scenes"
-    return _kept(encoder if drawn else None, ("tracking", options.videos, how), follow)
+    drawn = source.split(":")[0] == "scenes"
+    return _kept(encoder if drawn else None, ("tracking", source, how), follow)
 
 
 def _kept(
