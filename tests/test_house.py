@@ -26,7 +26,8 @@ ALLOWED = {
     "predictor": {"positions", "vit"},
     "mim": {"arch", "config", "keys", "positions", "predictor", "vit"},
     "optim": {"config", "mim", "schedules"},
-    "checkpoint": {"_version", "config", "console", "errors", "faults"},
+    "checkpoint": {"_version", "config", "console", "distributed", "errors", "faults"},
+    "distributed": {"console", "errors", "mim"},
     "console": set[str](),
     "data": {"config", "data", "errors", "keys"},
 }

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.config import Config
 from stopmim.console import warn
+from stopmim.distributed import like, whole
 from stopmim.errors import CheckpointError, StorageError
 from stopmim.faults import faultpoint
 
@@ -43,6 +44,7 @@ def save(
 
     `about` is what else a reader needs: the config, the state of the loss scaler.
     """
+    weights, slots = gathered(model, optimizer)
     folder = run / "checkpoints"
     final = folder / f"step-{step:08d}"
     temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
@@ -50,9 +52,9 @@ def save(
     temporary.mkdir(parents=True)
     try:
         faultpoint("save.begin")
-        save_file(_tensors(model), temporary / "model.safetensors")
+        save_file(weights, temporary / "model.safetensors")
         faultpoint("save.model")
-        save_file(_slots(model, optimizer), temporary / "optimizer.safetensors")
+        save_file(slots, temporary / "optimizer.safetensors")
         _write_json(temporary / "state.json", {"step": step, **about})
         files = sorted(path for path in temporary.iterdir())
         sums = {
@@ -85,7 +87,10 @@ def prune(run: Path, keep: int) -> None:
 
 
 class Saver:
-    """Saves the checkpoints of a run; a disk that is full for a while does not end it."""
+    """Saves the checkpoints of a run; a disk that is full for a while does not end it.
+
+    Of several processes one writes; the others hand it their pieces of the tensors.
+    """
 
     def __init__(
         self,
@@ -94,11 +99,16 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
         config: Config,
+        *,
+        writes: bool = True,
     ) -> None:
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
-        self.config, self.failed = config, 0
+        self.config, self.writes, self.failed = config, writes, 0
 
     def save(self, step: int, *, final: bool) -> None:
+        if not self.writes:
+            gathered(self.model, self.optimizer, keep=False)
+            return
         about = {
             "config": self.config.model_dump(mode="json"),
             "scaler": self.scaler.state_dict() if self.scaler else None,
@@ -167,8 +177,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
         slots = load_file(path / "optimizer.safetensors") if optimizer else {}
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: unreadable: {error}") from None
-    check_fit(weights, model.state_dict(), str(path))
-    model.load_state_dict(weights)
+    want = model.state_dict()
+    check_fit(weights, want, str(path))
+    model.load_state_dict({name: like(x, want[name]) for name, x in weights.items()})
     if optimizer:
         _load_slots(slots, model, optimizer, str(path))
 
@@ -191,8 +202,28 @@ def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) 
         )
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, and what the optimizer has for each, whole and on the CPU; without `keep` nothing.
+
+    Of a model in pieces every rank must call it, and only the one that writes needs the result.
+    """
+    slots = {
+        f"{name}/{slot}": value
+        for name, parameter in _named(model, optimizer)
+        for slot, value in optimizer.state[parameter].items()
+    }
+    return _whole_on_cpu(model.state_dict(), keep), _whole_on_cpu(slots, keep)
+
+
+def _whole_on_cpu(pieces: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    found = {}
+    for name, piece in pieces.items():
+        x = whole(piece.detach())
+        if keep:
+            found[name] = x.cpu().contiguous()
+    return found
 
 
 def _named(
@@ -205,14 +236,6 @@ def _named(
             yield names[parameter], parameter
 
 
-def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{slot}": value.detach().cpu().contiguous()
-        for name, parameter in _named(model, optimizer)
-        for slot, value in optimizer.state[parameter].items()
-    }
-
-
 def _load_slots(
     slots: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, source: str
 ) -> None:
@@ -222,7 +245,8 @@ def _load_slots(
             if (value := slots.get(f"{name}/{slot}")) is not None:
                 used += 1
                 # Fused AdamW keeps its step counter beside the parameter, in float32.
-                optimizer.state[parameter][slot] = value.to(parameter.device)
+                value = value.to(parameter.device)
+                optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
     if used != len(slots):
         raise CheckpointError(f"{source}: optimizer.safetensors has entries of another model")
 

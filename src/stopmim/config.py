@@ -153,7 +153,9 @@ class RuntimeConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the loss; auto: on a GPU, unless the masks are the released ones"""
     accumulate: int = Field(default=1, ge=1)
-    """parts a batch is computed in, to save memory; the update is that of the whole batch"""
+    """parts a batch is computed in, over all GPUs together: 8 is 8 on one GPU, 1 on each of 8"""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """several GPUs. ddp: each has the whole model. fsdp: each has a share of it, to save memory"""
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the memory of activations, a third more time"""
     workers: int | None = Field(default=None, ge=0)

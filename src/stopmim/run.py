@@ -114,7 +114,14 @@ def claimed(path: Path) -> Iterator[None]:
                     path.rmdir()
 
 
-def begin(path: Path, config: Config, source: str, images: Images, device: torch.device) -> None:
+def begin(
+    path: Path,
+    config: Config,
+    source: str,
+    images: Images,
+    device: torch.device,
+    processes: int = 1,
+) -> None:
     """Writes run.json, or checks that the run already there is this one and notes the restart."""
     file = path / "run.json"
     start = {
@@ -122,6 +129,7 @@ def begin(path: Path, config: Config, source: str, images: Images, device: torch
         "host": socket.gethostname(),
         "command": sys.argv,
         "device": _device_name(device),
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "runtime": config.runtime.model_dump(mode="json"),
         "versions": {
@@ -130,7 +138,7 @@ def begin(path: Path, config: Config, source: str, images: Images, device: torch
             "torch": torch.__version__,
             "numpy": np.__version__,
         },
-        "git": _git_state(),
+        "git": git_state(),
     }
     data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
     if file.exists():
@@ -233,7 +241,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def _git_state() -> str | None:
+def git_state() -> str | None:
     """Commit of the source this package runs from, with a + if it was changed since."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

@@ -17,10 +17,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of the process that is number `local_rank` on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UserError(
+            f"process {local_rank + 1} of this machine has no GPU, torch sees {count}; "
+            f"use torchrun --nproc-per-node {count}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:

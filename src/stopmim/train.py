@@ -16,14 +16,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from stopmim import checkpoint, masking
-from stopmim.config import Config
+from stopmim._version import __version__
+from stopmim.config import Config, flatten
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
 from stopmim.data.skip import without_skipped
 from stopmim.data.transforms import augment, normalise
+from stopmim.distributed import (
+    ALONE,
+    World,
+    agree,
+    average_gradients,
+    is_broken,
+    joined,
+    spread,
+    whole,
+)
 from stopmim.errors import (
     CheckpointError,
     InterruptedRunError,
@@ -37,7 +48,7 @@ from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.predictor import Noise, Predictor
-from stopmim.run import BadFiles, Metrics, Run, begin, claimed
+from stopmim.run import BadFiles, Metrics, Run, begin, claimed, git_state
 from stopmim.runtime import (
     choose_device,
     choose_precision,
@@ -63,7 +74,7 @@ class Compared(NamedTuple):
     predicted_std: Tensor
 
 
-def compare(model: MaskedImageModel, batch: Batch, noise: Noise) -> Compared:
+def compare(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
     """The loss of one part of a batch; this is what gets compiled."""
     predicted, target = model(batch, noise)  # both (M, B, K, D)
     loss = F.smooth_l1_loss(predicted.float(), target.float())
@@ -83,28 +94,33 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None,
     broken: Tensor | None = None,
-    compare: Callable[[MaskedImageModel, Batch, Noise], Compared] = compare,
+    compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
+    world: World = ALONE,
+    spread: nn.Module | None = None,
 ) -> dict[str, Tensor]:
     """One update of encoder and predictor from all parts of a batch, then of the target encoder.
 
     Returns tensors, not floats: reading them waits for the device, and only the caller knows when
     that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
     first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
+    `spread` is what distributed.spread made of `model`: every rank of `world` has its own parts.
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
-    for batch, noise in parts:
+    for i, (batch, noise) in enumerate(parts, start=1):
+        average_gradients(spread or model, i == n_parts)
         with torch.autocast(batch.images.device.type, dtype=amp, enabled=amp is not None):
-            compared = compare(model, batch, noise)
+            compared = compare(spread or model, batch, noise)
         loss = compared.loss / n_parts
         (scaler.scale(loss) if scaler else loss).backward()
         # A copy: a detached mean alone would keep the whole elementwise loss alive.
         sums.append(torch.stack([x.detach() for x in compared]) / n_parts)
-    values = torch.stack(sums).sum(dim=0)
+    values = world.mean_(torch.stack(sums).sum(dim=0))
     if scaler:
         scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
     finite = values[0].isfinite() & (grad_norm.isfinite() if scaler is None else True)
     if broken is not None:
         broken += (broken > 0) | ~finite
@@ -127,16 +143,24 @@ def draw_masks(
     m, side, size = config.masking, config.side, config.optim.batch_size
     places = torch_generator("masks", config.seed, step, device=device)
     if m.kind == "random":
-        whole = masking.random(size, side, generator=places, ratio=m.ratio)
-        return [masking.Masks(whole.context[part], whole.targets[:, part]) for part in parts]
+        every = masking.random(size, side, generator=places, ratio=m.ratio)
+        return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
     on_host = torch_generator("sizes", config.seed, step)
     sizes = masking.draw_sizes(side, generator=on_host, **size_options(m))
-    options = multiblock_options(m) | {"generator": places, "sizes": sizes}
+    options = multiblock_options(m) | {"sizes": sizes}
     if m.compat == "released":
         # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
-        return [masking.multiblock(part.stop - part.start, side, **options) for part in parts]
-    whole = masking.multiblock(size, side, **options)
-    return [masking.Masks(whole.context[part], whole.targets[:, part]) for part in parts]
+        return [
+            masking.multiblock(
+                part.stop - part.start,
+                side,
+                **options,
+                generator=torch_generator("masks", config.seed, step, part.start, device=device),
+            )
+            for part in parts
+        ]
+    every = masking.multiblock(size, side, **options, generator=places)
+    return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
 
 
 def draw_noise(
@@ -195,60 +219,78 @@ def pretrain(
         stop_at: ends after this many updates, as an interruption would; for tests and trials.
         overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
     """
-    config, path = configure(preset, overrides), Path(out)
-    with claimed(path):
-        try:
-            images = open_images(data)
-            source = source_of(data, images)
-            _train(without_skipped(images, config.data.skip), source, path, config, stop_at)
-        except UserError:
-            raise
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"out of memory with {config.optim.batch_size // config.runtime.accumulate} images "
-                f"at a time: {str(error).splitlines()[0]}; "
-                f"try --runtime.accumulate {2 * config.runtime.accumulate}"
-            ) from None
-        except Exception:
-            with contextlib.suppress(OSError):
-                (path / "crash-rank0.txt").write_text(traceback.format_exc(), encoding="utf-8")
-            raise
+    path = Path(out)
+    with joined() as world:
+        config = configure(preset, overrides)
+        with claimed(path) if world.first else contextlib.nullcontext():
+            try:
+                images = open_images(data)
+                source = source_of(data, images)
+                images = without_skipped(images, config.data.skip)
+                _train(images, source, path, config, stop_at, world)
+            except UserError:
+                raise
+            except torch.OutOfMemoryError as error:
+                parts = max(config.runtime.accumulate, world.size)
+                raise ResourceError(
+                    f"out of memory with {config.optim.batch_size // parts} images at a time: "
+                    f"{str(error).splitlines()[0]}; try --runtime.accumulate {2 * parts}"
+                ) from None
+            except Exception as error:
+                if not is_broken(error):
+                    with contextlib.suppress(OSError):
+                        crash = path / f"crash-rank{world.rank}.txt"
+                        crash.write_text(traceback.format_exc(), encoding="utf-8")
+                raise
     return Run(path)
 
 
-def _train(images: Images, source: str, path: Path, config: Config, stop_at: int | None) -> None:
+def _train(
+    images: Images, source: str, path: Path, config: Config, stop_at: int | None, world: World
+) -> None:
     ### What the run needs
     runtime, optim = config.runtime, config.optim
-    device = choose_device(runtime.device)
+    flat = dict(flatten(config.model_dump(mode="json")))
+    code = {"version": __version__, "git state": git_state()}
+    agree(world, flat | code | {"data": images.fingerprint})
+    device = choose_device(runtime.device, world.local_rank)
     amp = choose_precision(runtime.precision, device)
     per_epoch = steps_per_epoch(images, config)
     total = optim.epochs * per_epoch
-    parts = shares(optim.batch_size, runtime.accumulate)
+    parts = shares(optim.batch_size, runtime.accumulate, world.rank, world.size)
     set_threads(path, runtime.threads)
-    begin(path, config, source, images, device)
+    if world.first:
+        begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
     model = build(config).to(device)
+    everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
     loss = compiled(compare, config, device)
 
     ### Where it stands
-    step = _resume(path, model, optimizer, scaler, runtime.keep)
-    metrics = Metrics(path, step)
+    step = _resume(path, model, optimizer, scaler, runtime.keep, world)
+    if world.first:
+        metrics = Metrics(path, step)
     bad_files = BadFiles(path, len(images), config.data.max_bad)
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
         return
-    batches = loader(images, config, step, pin=device.type == "cuda")
+    batches = loader(
+        images, config, step, pin=device.type == "cuda", rank=world.rank, world=world.size
+    )
     broken = torch.zeros((), device=device)
-    saver = checkpoint.Saver(path, model, optimizer, scaler, config)
+    saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
     save_every = runtime.save_every or per_epoch
+    bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
     model.train()
 
     def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
         loaded = next(batches)
-        bad_files.add(loaded.bad, usable=loaded.images.numel() > 0)
+        bad.extend(loaded.bad)
+        if not loaded.images.numel():
+            bad_files.add(bad, usable=False)
         pixels = loaded.images.to(device, non_blocking=True)
         if config.data.augmentation == "released":
             pixels = augment(pixels, loaded.augmentation.to(device, non_blocking=True))
@@ -273,12 +315,21 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
                 clip=optim.clip_grad,
                 broken=broken,
                 compare=loss,
+                world=world,
+                spread=everywhere,
             )
             step += 1
             faultpoint("step.end")
-            stopping = bool(received) or step == stop_at
             log = step == 1 or every(step, runtime.log_every) or step == total
-            save = every(step, save_every) or step == total or stopping
+            save = every(step, save_every) or step in (total, stop_at)
+            number = 0  # of a signal that any rank received
+            if log or save or world.size == 1:
+                told = world.gather((received[:1], bad))
+                number = max((n for numbers, _ in told for n in numbers), default=0)
+                if world.first:
+                    bad_files.add([entry for _, found in told for entry in found], usable=True)
+                bad.clear()
+            save |= number > 0
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
             if (log or save or device.type == "cpu") and bool(broken):
                 raise NonFiniteError(
@@ -290,19 +341,18 @@ def _train(images: Images, source: str, path: Path, config: Config, stop_at: int
                 line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
                 line |= {name: float(value) for name, value in values.items()}
                 line |= _norms(model) | clock.read(step, optim.batch_size)
-                metrics.write(line)
+                if world.first:
+                    metrics.write(line)
                 ticker.update(
                     step,
                     f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {line['target_std']:.3f}"
                     f"  {line['images_per_s']:.0f} img/s",
                 )
             if save:
-                saver.save(step, final=step == total or stopping)
-            if stopping and step < total:
-                if received:
-                    raise InterruptedRunError(
-                        received[0], f"{path}: stopped and saved at step {step}"
-                    )
+                saver.save(step, final=step in (total, stop_at) or number > 0)
+            if number and step < total:
+                raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
+            if step == stop_at:
                 return
 
 
@@ -312,9 +362,10 @@ def _resume(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     keep: int,
+    world: World,
 ) -> int:
     """Loads the newest checkpoint that verifies and returns its step; 0 if there is none."""
-    newest, damaged = checkpoint.latest(path)
+    newest, damaged = world.gather(checkpoint.latest(path) if world.first else None)[0]
     for problem in damaged:
         warn(f"{problem}; passed over")
     if newest is None:
@@ -326,8 +377,9 @@ def _resume(
         return 0
     about = checkpoint.state(newest)
     checkpoint.load(newest, model, optimizer)
-    checkpoint.sweep(path)
-    if not damaged:  # a kill may have come between the last save and its clearing up
+    if world.first:
+        checkpoint.sweep(path)
+    if world.first and not damaged:  # a kill may have come between a save and its clearing up
         checkpoint.prune(path, keep)
     if scaler and about["scaler"]:
         scaler.load_state_dict(about["scaler"])
@@ -352,6 +404,6 @@ def _norms(model: MaskedImageModel) -> dict[str, float]:
     """Norms of A and m~, which the paper follows."""
     predictor = model.predictor
     return {
-        "norm_A": float(predictor.noise_layer.weight.detach().norm()),
-        "norm_mask_token": float(predictor.positions.mask_token.detach().norm()),
+        "norm_A": float(whole(predictor.noise_layer.weight.detach()).norm()),
+        "norm_mask_token": float(whole(predictor.positions.mask_token.detach()).norm()),
     }

@@ -4,6 +4,7 @@ Everything is a function of (seed, epoch, image number). Neither the number of w
 a run is resumed at changes a sample.
 """
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -85,7 +86,9 @@ class Crops(Dataset[Sample]):
         yield from others.integers(len(self.images), size=REPLACEMENTS).tolist()
 
 
-def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator[Loaded]:
+def loader(
+    images: Images, config: Config, start: int, *, pin: bool, rank: int = 0, world: int = 1
+) -> Iterator[Loaded]:
     """The parts of every batch from step `start` on, in order, read by worker processes."""
     workers = config.runtime.workers
     if workers is None:
@@ -94,7 +97,7 @@ def loader(images: Images, config: Config, start: int, *, pin: bool) -> Iterator
         images,
         config,
         start,
-        shares=shares(config.optim.batch_size, config.runtime.accumulate),
+        shares=shares(config.optim.batch_size, config.runtime.accumulate, rank, world),
         steps_per_epoch=steps_per_epoch(images, config),
     )
     watched = Watched(images, workers, config.runtime.worker_timeout)
@@ -108,8 +111,9 @@ def _pinned(loaded: Loaded) -> Loaded:
 
 
 def default_workers(images: Images) -> int:
-    """One per core, but no more than 8; images that are made in memory come faster without."""
-    return 0 if isinstance(images, Scenes) else min(8, cores())
+    """One per core and GPU, but no more than 8; images made in memory come faster without."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
+    return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
 
 
 def steps_per_epoch(images: Images, config: Config) -> int:

@@ -1,5 +1,6 @@
 """Which image comes when: a function of (seed, epoch), the same for every number of processes."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -44,22 +45,20 @@ class Order:
 
 
 def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:
-    """The parts of a batch that process `rank` of `world` computes, one after the other.
+    """The parts of a batch that `rank` computes one after the other, as positions in the batch.
 
-    As positions in the global batch, which all parts of all ranks, in this order, make up.
+    `accumulate` counts the parts of all ranks, so that one GPU with 8 and eight GPUs have the same.
     """
-    if batch_size % (world * accumulate):
-        fits = [n for n in range(1, batch_size + 1) if batch_size % (n * accumulate) == 0]
-        counts = (
-            f"use {', '.join(map(str, fits))} processes, or another " if fits else "use another "
-        )
+    each = math.ceil(accumulate / world)
+    part, rest = divmod(batch_size, world * each)
+    if rest or not part:
+        near = range(1, 2 * world)
+        works = [n for n in near if not batch_size % (n * math.ceil(accumulate / n))]
         raise UserError(
-            f"a batch of {batch_size} in {accumulate} parts cannot be shared by {world} processes; "
-            f"{counts}--optim.batch_size or --runtime.accumulate"
+            f"optim.batch_size: {batch_size} images cannot be shared by {world} GPUs in {each} "
+            f"parts each; {', '.join(map(str, works))} GPUs work, or another --runtime.accumulate"
         )
-    part = batch_size // (world * accumulate)
-    first = rank * accumulate
-    return [slice(i * part, (i + 1) * part) for i in range(first, first + accumulate)]
+    return [slice(i * part, (i + 1) * part) for i in range(rank * each, (rank + 1) * each)]
 
 
 def permutation(images: Images, seed: int, epoch: int) -> torch.Tensor:

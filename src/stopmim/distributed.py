@@ -1,0 +1,230 @@
+"""Several processes that train one model: who they are, what they share, and how they end.
+
+torchrun, or a SLURM job step, starts one process per GPU and says in the environment which is which
+(`RANK` of `WORLD_SIZE`). The first one, rank 0, owns the run directory and the terminal. If a rank
+fails it leaves a note; the others find it when their next collective breaks and leave without a
+word, so that a failure is one line from the rank that knows why.
+"""
+
+import contextlib
+import datetime
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stopmim.console import console
+from stopmim.errors import ResourceError, UserError
+from stopmim.mim import MaskedImageModel
+
+TIMEOUT = 600.0  # seconds a rank may be silent; STOPMIM_TIMEOUT changes it
+GRACE = 3.0  # seconds in which ranks that are well find out that one is not
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_BROKEN = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together; by default there is only this one."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes of this machine: the number of its GPU
+    store: dist.Store | None = None  # reaches the other ranks while collectives do not
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, in the order of ranks; all of them must call it."""
+        if self.store is None:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def mean_(self, values: Tensor) -> Tensor:
+        """Replaces `values` by their mean over the ranks."""
+        if self.store is not None:
+            dist.all_reduce(values)
+            values /= self.size
+        return values
+
+
+ALONE = World()
+
+
+# ------------------------------------------------------------------------- begin and end
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """The world that the environment describes. It is joined, or it is an error: never half."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        yield ALONE
+        return
+    world = _join()
+    console.quiet = not world.first
+    try:
+        yield world
+        world.gather(None)  # nobody leaves before rank 0 has saved
+    except BaseException as error:
+        raise _last_words(world, error) from None
+    finally:
+        console.quiet = False
+        dist.destroy_process_group()
+
+
+def _join() -> World:
+    if missing := [name for name in _NAMES if name not in os.environ]:
+        raise ResourceError(
+            f"{missing[0]} is not set, though {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} "
+            f"is; start with torchrun, or unset both to train in one process"
+        )
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
+        # Restarted ranks would meet the keys of those that died, and hang or die themselves.
+        raise UserError(
+            "torchrun --max-restarts: works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment; set it"
+        )
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    both = torch.cuda.is_available() and dist.is_nccl_available()
+    try:
+        seconds = float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT))
+        timeout = datetime.timedelta(seconds=seconds)
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if both else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+        return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
+    except (RuntimeError, ValueError) as error:
+        raise ResourceError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
+            f"{where}: {str(error).splitlines()[0]}; are all of them started?"
+        ) from None
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether this is a collective that failed, most likely because another rank is gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    )
+
+
+def _last_words(world: World, error: BaseException) -> BaseException:
+    """`error` if this rank is the first to fail, else one without a message, same exit code."""
+    assert world.store is not None
+    code = 7 if is_broken(error) else getattr(error, "exit_code", 1)
+    try:
+        note = world.store.compare_set("failed", "", f"{world.rank} {code}").decode()
+        world.store.set(f"left/{world.rank}", "")
+        who, code = map(int, note.split())
+        if who == world.rank and is_broken(error):
+            lost = _silent(world)
+            error = ResourceError(
+                f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, "
+                f"or silent for {os.environ.get('STOPMIM_TIMEOUT', f'{TIMEOUT:.0f}')} s; "
+                f"run the same command to go on"
+            )
+        if world.first:  # it may keep the store: the others have to read the note
+            _silent(world)
+    except (RuntimeError, dist.DistError):  # the store is gone, and with it the rank that keeps it
+        who, code = 0, 7
+        if world.rank == 1:
+            return ResourceError(
+                f"rank 0 of {world.size} does not answer; run the same command to go on"
+            )
+    if who == world.rank:
+        return error
+    quiet = UserError("")
+    quiet.exit_code = code
+    return quiet
+
+
+def _silent(world: World) -> list[int]:
+    """The ranks that do not say within a moment that they have left too."""
+    assert world.store is not None
+    until = time.monotonic() + GRACE
+    ranks = list(range(world.size))
+    while ranks and time.monotonic() < until:
+        ranks = [rank for rank in ranks if not world.store.check([f"left/{rank}"])]
+        time.sleep(0.05)
+    return ranks
+
+
+def agree(world: World, about: Mapping[str, Any]) -> None:
+    """Raises UserError unless every rank has the same `about`."""
+    first, *others = world.gather(dict(about))
+    for rank, other in enumerate(others, start=1):
+        for key in first.keys() | other.keys():
+            if first.get(key) != other.get(key):
+                raise UserError(
+                    f"rank {rank} has another {key}: {other.get(key)!r}, rank 0 has "
+                    f"{first.get(key)!r}; start every rank with the same config, code and data"
+                )
+
+
+# --------------------------------------------------------------------------- the model
+
+
+def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) -> nn.Module:
+    """What to call in place of `model` so that all ranks train it; `model` stays what is saved."""
+    if world.store is None:
+        return model
+    if kind == "ddp":
+        with warnings.catch_warnings():
+            # torch 2.13 wants another name for broadcast_buffers, which 2.11 does not have.
+            warnings.simplefilter("ignore", FutureWarning)
+            return DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+    # It warns of changing an output in place, which nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    # Never predictor_embed alone: it is also used outside of its own forward, on the noise.
+    parts = (model.encoder, model.target_encoder, model.predictor)
+    for block in (*model.encoder.blocks, *model.target_encoder.blocks):
+        fully_shard(block)
+    for block in model.predictor.predictor_blocks:
+        fully_shard(block)
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
+
+
+def average_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass averages over ranks: only the last part of a batch has to."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = now
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x`, put together where every rank has a piece of it; then all of them must ask."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def like(x: Tensor, other: Tensor) -> Tensor:
+    """`x`, cut into pieces as `other` is."""
+    if not isinstance(other, DTensor):
+        return x
+    pieces = distribute_tensor(
+        x.to(other.device), other.device_mesh, other.placements, src_data_rank=None
+    )
+    return cast(Tensor, pieces)
