@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
 import pytest
 import torch

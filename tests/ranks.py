@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ def start(
 
     def child(rank: int) -> None:
         os.dup2(os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - pytest has its own
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -81,6 +83,4 @@ def together(
 
 def complaints(ended: list[Ended]) -> list[str]:
     """The error lines of all ranks together."""
-    return [
-        line for rank in ended for line in rank.said.splitlines() if "stopmim: error:" in line
-    ]
+    return [line for rank in ended for line in rank.said.splitlines() if "stopmim: error:" in line]

@@ -75,7 +75,8 @@ class Pretrain:
         from stopmim.train import pretrain
 
         run = pretrain(self.data, self.out, self.preset, **self.changes)
-        print(f"{run.checkpoint}")
+        if _is_first():
+            print(f"{run.checkpoint}")
 
 
 @dataclass(frozen=True)
@@ -386,6 +387,8 @@ FLAT = (OmitArgPrefixes, OmitSubcommandPrefixes)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; errors.py has the meaning of each."""
+    # A rank that is lost is one line of ours, not also a C++ stack. For torch, before its import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words  # for us: a traceback instead of one line
     try:
@@ -426,12 +429,17 @@ def parse(words: list[str]) -> Demo | Pretrain | Check | Eval | Bench | Presets 
     except SystemExit as stop:
         if not stop.code:
             return None
-        raise UserError(_one_line(said.getvalue(), words)) from None
+        raise UserError(_one_line(said.getvalue(), words) if _is_first() else "") from None
     if changes and not hasattr(command, "changes"):
         raise UserError(f"{words[0]}: takes no config key, got --{next(iter(changes))}")
     if changes:
         command.changes.update(changes)
     return command
+
+
+def _is_first() -> bool:
+    """Whether this is the process that speaks, of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _one_line(box: str, words: list[str]) -> str:

@@ -6,9 +6,11 @@ fails it leaves a note; the others find it when their next collective breaks and
 word, so that a failure is one line from the rank that knows why.
 """
 
+import atexit
 import contextlib
 import datetime
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,10 +28,11 @@ from stopmim.console import console
 from stopmim.errors import ResourceError, UserError
 from stopmim.mim import MaskedImageModel
 
-TIMEOUT = 600.0  # seconds a rank may be silent; STOPMIM_TIMEOUT changes it
+TIMEOUT = 600  # seconds a rank may be silent; STOPMIM_TIMEOUT changes it
 GRACE = 3.0  # seconds in which ranks that are well find out that one is not
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BROKEN = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+_kept: list[BaseException] = []
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def joined() -> Iterator[World]:
         raise _last_words(world, error) from None
     finally:
         console.quiet = False
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _join() -> World:
@@ -131,30 +134,39 @@ def _last_words(world: World, error: BaseException) -> BaseException:
     """`error` if this rank is the first to fail, else one without a message, same exit code."""
     assert world.store is not None
     code = 7 if is_broken(error) else getattr(error, "exit_code", 1)
+    who = world.rank
     try:
-        note = world.store.compare_set("failed", "", f"{world.rank} {code}").decode()
-        world.store.set(f"left/{world.rank}", "")
+        world.store.set_timeout(datetime.timedelta(seconds=GRACE))
+        note = world.store.compare_set("failed", "", f"{who} {code}")
+        world.store.set(f"left/{who}", "")
         who, code = map(int, note.split())
-        if who == world.rank and is_broken(error):
-            lost = _silent(world)
-            error = ResourceError(
-                f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, "
-                f"or silent for {os.environ.get('STOPMIM_TIMEOUT', f'{TIMEOUT:.0f}')} s; "
-                f"run the same command to go on"
-            )
-        if world.first:  # it may keep the store: the others have to read the note
-            _silent(world)
-    except (RuntimeError, dist.DistError):  # the store is gone, and with it the rank that keeps it
+        lost = _silent(world) if who == world.rank or world.first else []
+    except RuntimeError:  # no store: rank 0 kept it, so it is rank 0 that failed, and said why
         who, code = 0, 7
-        if world.rank == 1:
-            return ResourceError(
-                f"rank 0 of {world.size} does not answer; run the same command to go on"
-            )
-    if who == world.rank:
-        return error
-    quiet = UserError("")
-    quiet.exit_code = code
-    return quiet
+    _end_at_once(code, error)
+    if who != world.rank:
+        quiet = UserError("")
+        quiet.exit_code = code
+        return quiet
+    if is_broken(error):
+        return ResourceError(
+            f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, or "
+            f"silent for {os.environ.get('STOPMIM_TIMEOUT', TIMEOUT)} s; "
+            f"run the same command to go on"
+        )
+    return error
+
+
+def _end_at_once(code: int, error: BaseException) -> None:
+    """The process will not take its group apart when it ends: with a rank gone, that can hang."""
+    _kept.append(error)  # its frames hold the group
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(end)
 
 
 def _silent(world: World) -> list[int]:
@@ -188,11 +200,17 @@ def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) 
     if world.store is None:
         return model
     if kind == "ddp":
+        # Nothing is unused. But without looking, torch sorts the buckets anew after the first step,
+        # a resumed run then adds up in another order, and more than two ranks differ in bits.
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         with warnings.catch_warnings():
             # torch 2.13 wants another name for broadcast_buffers, which 2.11 does not have.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True
+                model,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=True,
             )
     # It warns of changing an output in place, which nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
