@@ -4,6 +4,8 @@ import hashlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -367,3 +369,133 @@ def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     ended = finish(processes, tmp_path, 0)
     assert ended[0].code == 7
     assert "rank 1 of 2 does not answer" in ended[0].said
+
+
+# ------------------------------------------------------------------- kills and restarts
+
+
+SAVING = ["save.begin", "save.model", "save.synced", "save.renamed", "save.pruned"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_of_which_one_is_killed_anywhere_end_bit_identical(tmp_path: Path) -> None:
+    undisturbed = train_on(2, tmp_path / "undisturbed", tiny())
+    points = [(rank, f"step.end@{i}") for rank in (0, 1) for i in (1, 4, 9)]
+    for rank, point in [*points, *((0, f"{name}@1") for name in SAVING)]:
+        out = tmp_path / f"{point}-{rank}"
+
+        def job(here: int, rank: int = rank, point: str = point, out: Path = out) -> None:
+            only_on(rank, f"{point}:kill")(here)
+            pretrain(NoiseImages(), out, tiny())
+
+        ended = together(2, tmp_path / "logs", job)
+        assert ended[rank].code == -signal.SIGKILL, point
+        assert ended[1 - rank].code == 7, point
+        assert_same_run(train_on(2, out, tiny()), undisturbed)
+        assert not list((out / "checkpoints").glob(".tmp*")), point
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_four_ranks_that_resume_end_bit_identical(tmp_path: Path, kind: str) -> None:
+    config = tiny(runtime={"parallel": kind})
+    undisturbed = train_on(4, tmp_path / "undisturbed", config)
+    train_on(4, tmp_path / "run", config, stop_at=4)
+    assert_same_run(train_on(4, tmp_path / "run", config), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_at_any_time_to_any_rank_loses_nothing(tmp_path: Path) -> None:
+    undisturbed = train_on(2, tmp_path / "undisturbed", tiny())
+    for i in range(10):
+        out = tmp_path / str(i)
+        processes = start(2, out, lambda _, out=out: pretrain(NoiseImages(), out, tiny()), {})
+        until = time.monotonic() + 30
+        while time.monotonic() < until and len(Run(out).metrics) < 1 + i % 5:
+            time.sleep(0.01)
+        pid = processes[i % 2].pid
+        assert pid
+        os.kill(pid, signal.SIGTERM)
+        ended = finish(processes, out)
+        assert [rank.code for rank in ended] == [143, 143], ended
+        step = len(Run(out).metrics)
+        assert Run(out).checkpoint.name == f"step-{step:08d}"  # nothing after it was computed
+        assert_same_run(train_on(2, out, tiny()), undisturbed)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def torchrun(out: Path, *options: str) -> list[str]:
+    """A run of 32 updates, as a user types it."""
+    keys = {
+        "arch": "vit_micro4",
+        "image_size": "24",
+        "predictor.width": "24",
+        "predictor.depth": "1",
+        "masking.target_scale": "[0.15, 0.2]",
+        "masking.context_length": "null",
+        "optim.epochs": "4",
+        "optim.warmup_epochs": "1",
+        "optim.batch_size": "8",
+        "runtime.log_every": "1",
+        "runtime.save_every": "5",
+        "runtime.device": "cpu",
+    }
+    words = ["pretrain", "scenes:64:24", "--preset", "tiny_cpu", "--out", str(out)]
+    words += [word for key, value in keys.items() for word in (f"--{key}", value)]
+    return [*TORCHRUN, *options, "-m", "stopmim", *words]
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The processes that torchrun started."""
+    return [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.read_text().rpartition(")")[2].split()[1] == str(parent)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_restarts_a_killed_rank_and_the_log_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(torchrun(tmp_path / "whole"), check=True, capture_output=True)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for i in range(3):
+        out = tmp_path / str(i)
+        command = torchrun(out, "--max-restarts=3")
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            wait_for(out, 4 + 7 * i)
+            os.kill(sorted(ranks_of(process.pid))[i % 2], signal.SIGKILL)
+            _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert len(Run(out).about["starts"]) == 2, said  # one restart, not several
+        assert_same_run(Run(out), Run(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    subprocess.run(torchrun(tmp_path / "whole"), check=True, capture_output=True)
+    out = tmp_path / "run"
+    with subprocess.Popen(torchrun(out), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(out, 7)
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode  # torchrun's own: it does not pass on ours
+    assert said.count("stopped and saved at step") == 1
+    assert Run(out).checkpoint.name == f"step-{len(Run(out).metrics):08d}"
+    subprocess.run(torchrun(out), check=True, capture_output=True)
+    assert_same_run(Run(out), Run(tmp_path / "whole"))
+
+
+def wait_for(out: Path, lines: int) -> None:
+    until = time.monotonic() + 60
+    while len(Run(out).metrics) < lines:
+        assert time.monotonic() < until, "the run did not begin"
+        time.sleep(0.02)

@@ -59,11 +59,17 @@ class Pretrain:
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"
     """what the other options change: see `stopmim presets`, or a YAML file"""
     dry_run: bool = False
-    """print the resolved config and the size of the model, and stop"""
+    """print the resolved config and the size of the model, or with --slurm the script, and stop"""
+    slurm: Annotated[str | None, arg(metavar="NODESxGPUS")] = None
+    """train in a SLURM job on so many nodes with so many GPUs each, as 2x8"""
+    sbatch: Annotated[str, arg(metavar="OPTIONS")] = ""
+    """with --slurm: further options of sbatch, as "partition=gpu time=24:00:00" """
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
-        if self.dry_run:
+        if self.sbatch and not self.slurm:
+            raise UserError("pretrain: --sbatch has no effect without --slurm NODESxGPUS")
+        if self.dry_run and not self.slurm:
             from stopmim.plan import configure, describe
 
             print(describe(configure(self.preset, self.changes)), end="")
@@ -72,6 +78,12 @@ class Pretrain:
             raise UserError(
                 "pretrain: --out is missing: name the run directory, as --out runs/first"
             )
+        if self.slurm:
+            from stopmim.slurm import script, submit
+
+            text = script(self.data, self.out, self.preset, self.changes, self.slurm, self.sbatch)
+            print(text if self.dry_run else f"job {submit(text, self.out)}, log in {self.out}")
+            return
         from stopmim.train import pretrain
 
         run = pretrain(self.data, self.out, self.preset, **self.changes)

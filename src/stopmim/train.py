@@ -351,6 +351,9 @@ def _train(
             if save:
                 saver.save(step, final=step in (total, stop_at) or number > 0)
             if number and step < total:
+                world.gather(
+                    None
+                )  # who leaves before rank 0 has saved has it killed by the launcher
                 raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
             if step == stop_at:
                 return
