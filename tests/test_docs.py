@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from stopmim import pretrain
 from stopmim.cli import main, parse
@@ -49,11 +50,19 @@ def test_a_command_works_as_written(
     line: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    match shlex.split(line, comments=True):
+    words = shlex.split(line, comments=True)
+    while "=" in words[0]:  # VARIABLE=value before a command
+        words = words[1:]
+    match words:
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
         case ["stopmim", "pretrain", *words]:
             assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
+        case ["torchrun", *options] if "-m" in options:
+            options, ours = options[: options.index("-m")], options[options.index("-m") + 1 :]
+            get_args_parser().parse_args([*options, "-m", *ours])
+            assert ours[0] == "stopmim"
+            assert main([*ours[1:], "--dry-run"]) == 0
         case ["stopmim", ("demo" | "bench") as command, *words]:
             assert parse([command, *words]) is not None
         case ["stopmim", "eval", ("suite" | "tracking") as protocol, *words]:

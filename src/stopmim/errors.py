@@ -36,7 +36,7 @@ class NonFiniteError(UserError):
 
 
 class ResourceError(UserError):
-    """Out of memory, or a worker process was killed."""
+    """Out of memory, a worker process was killed, or another rank is gone."""
 
     exit_code = 7
 
