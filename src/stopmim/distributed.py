@@ -20,8 +20,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from stopmim.console import console
@@ -42,7 +42,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # among the processes of this machine: the number of its GPU
-    store: dist.Store | None = None  # reaches the other ranks while collectives do not
+    store: Store | None = None  # reaches the other ranks while collectives do not
 
     @property
     def first(self) -> bool:
@@ -101,16 +101,18 @@ def _join() -> World:
         raise UserError(
             "torchrun --max-restarts: works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
             "environment; set it"
+            if os.environ["RANK"] == "0"
+            else ""
         )
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     both = torch.cuda.is_available() and dist.is_nccl_available()
     try:
         seconds = float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT))
         timeout = datetime.timedelta(seconds=seconds)
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",
-            store=dist.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -133,7 +135,8 @@ def is_broken(error: BaseException) -> bool:
 def _last_words(world: World, error: BaseException) -> BaseException:
     """`error` if this rank is the first to fail, else one without a message, same exit code."""
     assert world.store is not None
-    code = 7 if is_broken(error) else getattr(error, "exit_code", 1)
+    code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+    code = ResourceError.exit_code if is_broken(error) else code
     who = world.rank
     try:
         world.store.set_timeout(datetime.timedelta(seconds=GRACE))
@@ -142,7 +145,7 @@ def _last_words(world: World, error: BaseException) -> BaseException:
         who, code = map(int, note.split())
         lost = _silent(world) if who == world.rank or world.first else []
     except RuntimeError:  # no store: rank 0 kept it, so it is rank 0 that failed, and said why
-        who, code = 0, 7
+        who, code = 0, ResourceError.exit_code
     _end_at_once(code, error)
     if who != world.rank:
         quiet = UserError("")
@@ -212,6 +215,8 @@ def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) 
                 gradient_as_bucket_view=True,
                 find_unused_parameters=True,
             )
+    from torch.distributed.fsdp import fully_shard  # half a second, for those who want it
+
     # It warns of changing an output in place, which nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     # Never predictor_embed alone: it is also used outside of its own forward, on the noise.
@@ -229,20 +234,21 @@ def average_gradients(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass averages over ranks: only the last part of a batch has to."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = now
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        cast(Any, model).set_requires_gradient_sync(now)
 
 
 def whole(x: Tensor) -> Tensor:
     """`x`, put together where every rank has a piece of it; then all of them must ask."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
     """`x`, cut into pieces as `other` is."""
-    if not isinstance(other, DTensor):
+    if not hasattr(other, "placements"):
         return x
-    pieces = distribute_tensor(
-        x.to(other.device), other.device_mesh, other.placements, src_data_rank=None
-    )
-    return cast(Tensor, pieces)
+    from torch.distributed.tensor import distribute_tensor
+
+    pieces = cast(Any, other)
+    x = x.to(other.device)
+    return distribute_tensor(x, pieces.device_mesh, pieces.placements, src_data_rank=None)
