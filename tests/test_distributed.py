@@ -129,7 +129,7 @@ def note_draws(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 
 def order_of(config: Config, first: int, rank: int, world: int) -> list[list[tuple[int, int]]]:
     cut = shares(config.optim.batch_size, config.runtime.accumulate, rank, world)
-    return list(Order(40, config, first, shares=cut, steps_per_epoch=5))
+    return list(Order(NoiseImages(40), config, first, shares=cut, steps_per_epoch=5))
 
 
 def draws_of(config: Config, step: int) -> list[str]:

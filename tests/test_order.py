@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from stopmim.config import Config
 from stopmim.data import Order, shares
 from stopmim.data.order import nearly_sequential, permutation
-from stopmim.errors import UserError
+from stopmim.data.workers import Watched
+from stopmim.data.workers import batches as read
 from stopmim.keys import numpy_generator
 from stopmim.plan import configure
 from tiny import NoiseImages, tiny
@@ -36,16 +37,15 @@ def batches(images: NoiseImages, start: int, rank: int, world: int, workers: int
     config = _config()
     parts = shares(BATCH, 2, rank, world)
     order = Order(images, config, start, shares=parts, steps_per_epoch=PER_EPOCH)
-    loader = DataLoader(Echo(), batch_sampler=order, num_workers=workers, collate_fn=list)
-    found: list[list[Key]] = list(loader)
-    return [a + b for a, b in zip(found[::2], found[1::2], strict=True)]
+    found: list[list[Key]] = list(read(Echo(), order, list, Watched(images, workers, 0)))
+    steps = [found[i : i + len(parts)] for i in range(0, len(found), len(parts))]
+    return [[key for part in step for key in part] for step in steps]
 
 
 def _config() -> Config:
     return configure(tiny(optim={"batch_size": BATCH, "epochs": 2}))
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize(
     ("kind", "workers"), [*((NoiseImages, w) for w in (0, 1, 2, 4)), (Shards, 0), (Shards, 2)]
@@ -91,14 +91,6 @@ def test_a_resume_in_the_last_epoch_makes_only_that_permutation(
     monkeypatch.setattr("stopmim.data.order.permutation", counted)
     batches(NoiseImages(N), START, rank=0, world=1, workers=0)
     assert made == [1]
-
-
-def test_a_batch_that_cannot_be_shared_is_refused_with_the_numbers_that_can() -> None:
-    with pytest.raises(UserError, match=r"by 5 processes; use 1, 2, 3, 4, 6, 8, 12, 24 processes"):
-        shares(48, 2, rank=0, world=5)
-    with pytest.raises(UserError, match=r"in 5 parts cannot be shared by 1 processes; use another"):
-        shares(48, 5)
-    assert shares(48, 2, rank=1, world=3) == [slice(16, 24), slice(24, 32)]
 
 
 # --------------------------------------------------------------------- shards
