@@ -162,7 +162,7 @@ def small(**changes: object) -> Config:
 def test_a_preview_is_what_training_is_fed(augmentation: str) -> None:
     config = small(data={"augmentation": augmentation})
     found = pictures.previews(Noise(), config, step=6, count=3)
-    batch = next(loader(Noise(), config, 6, pin=False))
+    batch = next(loader(Noise(), config, 6, device=torch.device("cpu")))
     (masks,) = draw_masks(config, 6, shares(8, 1), torch.device("cpu"))
     pixels = batch.images.float()
     if augmentation == "released":

@@ -165,7 +165,7 @@ def test_every_number_of_ranks_sees_the_same_samples_masks_and_noise(
     def seen(world: int) -> list[torch.Tensor]:
         per_rank = []
         for rank in range(world):
-            batches = loader(images, config, 1, pin=False, rank=rank, world=world)
+            batches = loader(images, config, 1, device=torch.device("cpu"), rank=rank, world=world)
             parts = shares(72, 24, rank, world)
             assert len(parts) == 24 // world
             for part, masks in zip(parts, draw_masks(config, 1, parts, device), strict=True):

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stopmim.data import loader
+from stopmim.data.scenes import Scenes
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure
@@ -114,3 +116,16 @@ def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: 
     losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
     print(json.dumps({"bit for bit": losses[0] == losses[1]}))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
+
+
+def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> None:
+    config = configure("vit_b16_stop", SMALL | {"runtime.workers": 2})
+    images = Scenes(256, 64)
+    on_gpu, on_cpu = (
+        loader(images, config, 1, device=torch.device(name)) for name in ("cuda", "cpu")
+    )
+    for _ in range(2):
+        a, b = next(on_gpu), next(on_cpu)
+        assert a.images.is_cuda
+        assert (a.images.cpu() - b.images.float()).abs().mean() < 0.5
+        assert torch.equal(a.augmentation, b.augmentation)

@@ -3,8 +3,11 @@
 import numpy as np
 import torch
 
-from stopmim.data.resident import crops
+from stopmim.data import Crops
+from stopmim.data.arrays import Arrays
+from stopmim.data.resident import Drawn, collate, crops
 from stopmim.data.transforms import crop_box, resized_crop
+from tiny import tiny
 
 
 def test_they_are_those_of_the_cpu_to_half_a_grey_level() -> None:
@@ -27,3 +30,17 @@ def test_a_crop_does_not_see_what_lies_beside_it() -> None:
     pixels[:, :, 8:] = 255
     left = crops(torch.from_numpy(pixels), torch.tensor([0]), torch.tensor([[0, 0, 16, 8]]), 16)
     assert left.max() == 0
+
+
+def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> None:
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 256, (5, 10, 12, 3), dtype=np.uint8)
+    images = Arrays(np.repeat(np.repeat(small, 4, axis=1), 4, axis=2), {}, [], "noise")
+    config = tiny()
+    usual, drawn = Crops(images, config), Drawn(40, 48, config)
+    for key in ((0, 3), (1, 3), (7, 0)):
+        sample, parts = usual[key], collate([drawn[key]])
+        assert sample.image is not None
+        crop = crops(torch.from_numpy(images.images), *parts[:2], config.image_size)[0]
+        assert (crop - sample.image.float()).abs().mean() < 0.5
+        assert np.array_equal(parts.augmentation[0].numpy(), sample.augmentation)

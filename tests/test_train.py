@@ -93,9 +93,9 @@ def test_a_finished_run_is_left_alone(whole: Run) -> None:
 def test_workers_do_not_change_a_sample(tmp_path: Path, workers: int) -> None:
     folder = write_folder(tmp_path / "images")
     config = configure(tiny(data={"augmentation": "released"}))
-    alone = loader(open_images(folder), config, 2, pin=False)
+    alone = loader(open_images(folder), config, 2, device=torch.device("cpu"))
     several = configure(config, {"runtime.workers": workers})
-    together = loader(open_images(folder), several, 2, pin=False)
+    together = loader(open_images(folder), several, 2, device=torch.device("cpu"))
     count = 0
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.images, b.images)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stopmim import pretrain
 from stopmim.data import loader
@@ -18,6 +19,8 @@ from stopmim.plan import configure
 from tiny import NoiseImages, tiny
 
 BAD = 23
+
+CPU = torch.device("cpu")
 
 
 class Trap(NoiseImages):
@@ -79,7 +82,7 @@ def test_a_run_ends_with_the_name_of_the_image_its_worker_was_reading(
 
 def test_a_slow_image_within_the_limit_is_read() -> None:
     config = configure(tiny(runtime={"workers": 2, "worker_timeout": 2}))
-    batches = list(loader(Trap(lambda: time.sleep(0.5)), config, 0, pin=False))
+    batches = list(loader(Trap(lambda: time.sleep(0.5)), config, 0, device=CPU))
     assert len(batches) == 10
 
 
@@ -89,12 +92,12 @@ def test_no_room_in_shared_memory_is_said_and_not_waited_for() -> None:
 
     config = configure(tiny(runtime={"workers": 2}))
     with pytest.raises(ResourceError, match=r"/dev/shm has no room .* --runtime.workers 1,"):
-        list(loader(Trap(no_room), config, 0, pin=False))
+        list(loader(Trap(no_room), config, 0, device=CPU))
 
 
 def test_the_global_state_of_this_process_is_left_alone() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
-    list(loader(NoiseImages(), configure(tiny(runtime={"workers": 1})), 8, pin=False))
-    list(loader(NoiseImages(), configure(tiny()), 8, pin=False))
+    list(loader(NoiseImages(), configure(tiny(runtime={"workers": 1})), 8, device=CPU))
+    list(loader(NoiseImages(), configure(tiny()), 8, device=CPU))
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     assert before == after

@@ -119,7 +119,7 @@ def _through_loader(images: Images, workers: int) -> None:
     """Four epochs through the real loader, so that starting the workers is a small part."""
     optim = OptimConfig(epochs=4, batch_size=BATCH, warmup_epochs=0)
     config = Config(optim=optim, runtime=RuntimeConfig(workers=workers))
-    for _ in loader(images, config, 0, pin=False):
+    for _ in loader(images, config, 0, device=torch.device("cpu")):
         pass
 
 

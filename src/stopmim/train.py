@@ -277,9 +277,7 @@ def _train(
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
         return
-    batches = loader(
-        images, config, step, pin=device.type == "cuda", rank=world.rank, world=world.size
-    )
+    batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
     broken = torch.zeros((), device=device)
     saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
     save_every = runtime.save_every or per_epoch

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stopmim.config import Config
+from stopmim.data import resident
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.order import Order, shares
@@ -48,7 +49,7 @@ class Sample(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    images: Tensor  # (B, 3, S, S) uint8
+    images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
     augmentation: Tensor  # (B, 3) float32
     bad: list[tuple[str, str]]
 
@@ -87,12 +88,19 @@ class Crops(Dataset[Sample]):
 
 
 def loader(
-    images: Images, config: Config, start: int, *, pin: bool, rank: int = 0, world: int = 1
+    images: Images,
+    config: Config,
+    start: int,
+    *,
+    device: torch.device,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[Loaded]:
-    """The parts of every batch from step `start` on, in order, read by worker processes."""
-    workers = config.runtime.workers
-    if workers is None:
-        workers = default_workers(images)
+    """The parts of every batch from step `start` on, in order, read by worker processes.
+
+    On the CPU, in memory that a GPU can copy from while it computes; or, for images that live on
+    the GPU, there.
+    """
     order = Order(
         images,
         config,
@@ -100,18 +108,28 @@ def loader(
         shares=shares(config.optim.batch_size, config.runtime.accumulate, rank, world),
         steps_per_epoch=steps_per_epoch(images, config),
     )
+    pixels = resident.pixels_for(images, device)
+    workers = config.runtime.workers
+    if workers is None:
+        workers = default_workers(images) if pixels is None else min(4, cores())
     watched = Watched(images, workers, config.runtime.worker_timeout)
-    found = batches(Crops(images, config, watched), order, _collate, watched)
-    return map(_pinned, found) if pin else found
+    if pixels is not None:
+        drawn = resident.Drawn(pixels.shape[1], pixels.shape[2], config)
+        for parts in batches(drawn, order, resident.collate, watched):
+            numbers, boxes = (x.pin_memory().to(device, non_blocking=True) for x in parts[:2])
+            crops = resident.crops(pixels, numbers, boxes, config.image_size)
+            yield Loaded(crops, parts.augmentation.pin_memory(), [])
+        return
+    for loaded in batches(Crops(images, config, watched), order, _collate, watched):
+        yield _pinned(loaded) if device.type == "cuda" else loaded
 
 
 def _pinned(loaded: Loaded) -> Loaded:
-    """In memory that a GPU can copy from while it computes."""
     return Loaded(loaded.images.pin_memory(), loaded.augmentation.pin_memory(), loaded.bad)
 
 
 def default_workers(images: Images) -> int:
-    """One per core and GPU, but no more than 8; images made in memory come faster without."""
+    """One per core and GPU, but no more than 8; images in memory come faster without."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
     return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
 

@@ -7,18 +7,66 @@ no more, from the same keys as always: a run sees the same crops either way.
 Shapes: N images, B of a batch, S pixels along one edge of a crop.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
+
+from stopmim.config import Config
+from stopmim.data.arrays import Arrays
+from stopmim.data.images import Images
+from stopmim.data.scenes import Scenes
+from stopmim.data.transforms import Box, crop_box, draw_augmentation
+from stopmim.data.workers import shared
+from stopmim.keys import numpy_generator
 
 SHARE = 0.25  # of the free memory of a GPU that the images may take
 
 
-def fits(pixels: Tensor, device: torch.device) -> bool:
-    """Whether `pixels` should live on `device`."""
-    if device.type != "cuda":
-        return False
+def pixels_for(images: Images, device: torch.device) -> Tensor | None:
+    """All `images` (N, H, W, 3) on the device; None if they are not in memory, or too many."""
+    if device.type != "cuda" or not isinstance(images, Scenes | Arrays) or images.images.ndim != 4:
+        return None
     free, _ = torch.cuda.mem_get_info(device)
-    return pixels.nbytes <= SHARE * free
+    if images.images.nbytes > SHARE * free:
+        return None
+    return torch.from_numpy(np.ascontiguousarray(images.images)).to(device)
+
+
+class Part(NamedTuple):
+    """Which part of which image is to be shown, and how: what `Crops` draws, without the crop."""
+
+    number: int
+    box: Box
+    augmentation: np.ndarray  # (3,) float32
+
+
+class Parts(NamedTuple):
+    numbers: Tensor  # (B,) int64
+    boxes: Tensor  # (B, 4) int64
+    augmentation: Tensor  # (B, 3) float32
+
+
+class Drawn(Dataset[Part]):
+    """Asked for by (epoch, image number)."""
+
+    def __init__(self, height: int, width: int, config: Config) -> None:
+        self.shape, self.seed, self.scale = (height, width), config.seed, config.data.crop_scale
+
+    def __getitem__(self, key: tuple[int, int]) -> Part:
+        epoch, number = key
+        rng = numpy_generator("crop", self.seed, epoch, number)
+        return Part(number, crop_box(rng, *self.shape, self.scale), draw_augmentation(rng))
+
+
+def collate(parts: list[Part]) -> Parts:
+    return Parts(
+        shared(torch.tensor([part.number for part in parts])),
+        shared(torch.tensor([part.box for part in parts])),
+        shared(torch.from_numpy(np.stack([part.augmentation for part in parts]))),
+    )
 
 
 def crops(pixels: Tensor, numbers: Tensor, boxes: Tensor, size: int) -> Tensor:
