@@ -37,6 +37,13 @@ class Block(NamedTuple):
         return self.height * self.width
 
 
+class Corners(NamedTuple):
+    """Where blocks begin, as rows and columns of the grid."""
+
+    top: Tensor
+    left: Tensor
+
+
 class Sizes(NamedTuple):
     """The block sizes of one batch."""
 
@@ -233,47 +240,62 @@ def multiblock(
     if sizes.context.area - sizes.target.area < length:
         raise ValueError(f"sizes {sizes} leave fewer than {length} patches to see; see draw_sizes")
     places = _places(sizes.target, (CANDIDATES, targets, batch), side, 1, generator)
-    places[-1] = places[-1, :1]  # the candidate that always fits: all targets in one place
+    for corner in places:  # the candidate that always fits: all targets in one place
+        corner[-1] = corner[-1, :1]
     context = _places(sizes.context, (CANDIDATES, batch), side, 1, generator)
     hidden = _covers(places, sizes.target, side).any(dim=1)  # (T, B, N)
     visible = _covers(context, sizes.context, side) & ~hidden  # (T, B, N)
     enough = visible.sum(dim=-1) >= length  # (T, B)
     first = enough.byte().argmax(dim=0)  # (B,) the first candidate with enough patches to see
     image = torch.arange(batch, device=generator.device)
-    visible, places = visible[first, image], places[first, :, image]  # (B, N), (B, M, 2)
+    visible = visible[first, image]  # (B, N)
+    places = Corners(*(corner[first, :, image].T for corner in places))  # 2 x (M, B)
     # Visible patches get a rank in [0, 1), hidden ones 2: the lowest ranks are a uniform choice.
     rank = torch.rand(visible.shape, generator=generator, device=generator.device)
     rank = rank.masked_fill(~visible, 2.0)
     seen = rank.topk(length, dim=1, largest=False).indices.sort(dim=1).values
-    return Masks(seen, _patches(places.transpose(0, 1), sizes.target, side))
+    return Masks(seen, _patches(places, sizes.target, side))
 
 
 def _places(
     block: Block, shape: tuple[int, ...], side: int, inclusive: int, generator: torch.Generator
-) -> Tensor:
-    """Uniform upper-left corners (*shape, 2) of blocks that lie inside the grid."""
+) -> Corners:
+    """Uniform upper-left corners (*shape) of blocks that lie inside the grid."""
     room = [max(1, side - edge + inclusive) for edge in block]
     draws = [torch.randint(0, r, shape, generator=generator, device=generator.device) for r in room]
-    return torch.stack(draws, dim=-1)
+    return Corners(*draws)
 
 
-def _covers(places: Tensor, block: Block, side: int) -> Tensor:
-    """Which patches (..., N) a block at `places` (..., 2) covers."""
-    line = torch.arange(side, device=places.device)
+def _covers(places: Corners, block: Block, side: int) -> Tensor:
+    """Which patches (..., N) a block at `places` (...) covers."""
     row, col = (
-        (line >= start) & (line < start + edge)  # (..., side)
-        for start, edge in zip(places.unsqueeze(-1).unbind(-2), block, strict=True)
+        _intervals(side, edge, start.device)[start]  # (..., side)
+        for start, edge in zip(places, block, strict=True)
     )
     return (row.unsqueeze(-1) & col.unsqueeze(-2)).flatten(-2)
 
 
-def _patches(places: Tensor, block: Block, side: int) -> Tensor:
-    """The patch numbers (..., K) of a block at `places` (..., 2), ascending."""
-    rows = torch.arange(block.height, device=places.device)
-    cols = torch.arange(block.width, device=places.device)
-    top, left = places.unsqueeze(-1).unbind(-2)  # (..., 1)
-    numbers = (top + rows).unsqueeze(-1) * side + (left + cols).unsqueeze(-2)
-    return numbers.flatten(-2)
+def _patches(places: Corners, block: Block, side: int) -> Tensor:
+    """The patch numbers (..., K) of a block at `places` (...), ascending."""
+    first = places.top * side + places.left
+    return first.unsqueeze(-1) + _offsets(side, block, first.device)
+
+
+# Tables, kept on the device: masks are drawn at every step, and every operation has its price.
+
+
+@functools.cache
+def _intervals(side: int, edge: int, device: torch.device) -> Tensor:
+    """Row i is what `edge` places from i on cover of `side`, (side, side) bool."""
+    line = torch.arange(side, device=device)
+    return (line >= line[:, None]) & (line < line[:, None] + edge)
+
+
+@functools.cache
+def _offsets(side: int, block: Block, device: torch.device) -> Tensor:
+    """The patch numbers (K,) of a block in the upper left corner."""
+    rows = torch.arange(block.height, device=device)
+    return (rows[:, None] * side + torch.arange(block.width, device=device)).flatten()
 
 
 def _released(
