@@ -4,9 +4,9 @@ The four tables of the paper are each here as StoP and as the I-JEPA twin it is 
 each of these in `released` mode. Expected numbers are the paper's, on ImageNet-1k: top-1 of a
 linear classifier on frozen features.
 
-Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B from the measured
-3,441 images/s (benchmarks/), the others from it by their number of operations (ViT-L 3.5, ViT-H/14
-9.6, ViT-H/16 7.3 times ViT-B), not measured. Released modes take longer: they compute in parts of
+Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L from the
+measured 4,055 and 1,391 images/s (benchmarks/), ViT-H from that of ViT-B by its number of operations
+(H/14 9.6, H/16 7.3 times ViT-B), not measured. Released modes take longer: they compute in parts of
 64 images, whose contexts differ in length, and so are not compiled.
 """
 
@@ -42,7 +42,7 @@ def ablation_b16_stop() -> Config:
     """The paper's ablations: ViT-B/16, 300 epochs, sigma 0.25. Expect 57.8 with 1 % of labels.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_stop --out runs/ablation``
-    Cost: 31 hours.
+    Cost: 26 hours.
     """
     return Config(optim=ABLATION_B)
 
@@ -51,7 +51,7 @@ def ablation_b16_ijepa() -> Config:
     """The sine-cosine row of the ablations. Expect 54.3 with 1 % of labels.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa --out runs/ablation-ijepa``
-    Cost: 31 hours.
+    Cost: 26 hours.
     """
     return Config(optim=ABLATION_B, positions=IJEPA)
 
@@ -60,7 +60,7 @@ def vit_b16_stop() -> Config:
     """The paper's ViT-B/16, 600 epochs. Expect 60.3 (1 %), 72.6 (last layer), 74.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_b16_stop --out runs/b16``
-    Cost: 62 hours.
+    Cost: 53 hours.
     """
     return Config(optim=DOWNSTREAM_B)
 
@@ -69,7 +69,7 @@ def vit_b16_ijepa() -> Config:
     """Its I-JEPA twin. Expect 57.1 (1 %), 70.9 (last layer), 72.9 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_b16_ijepa --out runs/b16-ijepa``
-    Cost: 62 hours.
+    Cost: 53 hours.
     """
     return Config(optim=DOWNSTREAM_B, positions=IJEPA)
 
@@ -78,7 +78,7 @@ def vit_l16_stop() -> Config:
     """The paper's ViT-L/16, 600 epochs. Expect 65.1 (1 %), 77.1 (last layer), 78.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_l16_stop --out runs/l16``
-    Cost: about 220 hours.
+    Cost: 153 hours.
     """
     return Config(arch="vit_l16", optim=DOWNSTREAM_L)
 
@@ -87,7 +87,7 @@ def vit_l16_ijepa() -> Config:
     """Its I-JEPA twin. Expect 64.2 (1 %), 76.1 (last layer), 77.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_l16_ijepa --out runs/l16-ijepa``
-    Cost: about 220 hours.
+    Cost: 153 hours.
     """
     return Config(arch="vit_l16", optim=DOWNSTREAM_L, positions=IJEPA)
 
@@ -96,7 +96,7 @@ def vit_h14_stop() -> Config:
     """The paper's ViT-H/14, 300 epochs, sigma 0.2. Expect 65.4, 79.0, 79.6.
 
     ``stopmim pretrain imagenet/train --preset vit_h14_stop --out runs/h14``
-    Cost: about 300 hours.
+    Cost: about 250 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H)
 
@@ -105,7 +105,7 @@ def vit_h14_ijepa() -> Config:
     """Its I-JEPA twin. Expect 62.9 (1 %), 78.2 (last layer), 79.3 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_h14_ijepa --out runs/h14-ijepa``
-    Cost: about 300 hours.
+    Cost: about 250 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H, positions=IJEPA)
 
@@ -114,7 +114,7 @@ def ablation_b16_stop_released() -> Config:
     """`ablation_b16_stop` as the released code would run it; no such config was released.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_stop_released --out runs/ablation-r``
-    Cost: more than 31 hours.
+    Cost: more than 26 hours.
     """
     return Config(compat="released", optim=RELEASED_ABLATION_B, runtime=IN_64S)
 
@@ -123,7 +123,7 @@ def ablation_b16_ijepa_released() -> Config:
     """The released code with StoP off: bare positions, not I-JEPA's mask token.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa_released --out runs/ablation-ri``
-    Cost: more than 31 hours.
+    Cost: more than 26 hours.
     """
     return Config(compat="released", optim=RELEASED_ABLATION_B, positions=IJEPA, runtime=IN_64S)
 
@@ -132,7 +132,7 @@ def vit_b16_stop_released() -> Config:
     """The released configs/pretrain/vit-b16.yaml. Expect what the paper reports for ViT-B/16.
 
     ``stopmim pretrain imagenet/train --preset vit_b16_stop_released --out runs/b16-r``
-    Cost: more than 62 hours.
+    Cost: more than 53 hours.
     """
     return Config(compat="released", optim=RELEASED_B, runtime=IN_64S)
 
@@ -141,7 +141,7 @@ def vit_b16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_b16_ijepa_released --out runs/b16-ri``
-    Cost: more than 62 hours.
+    Cost: more than 53 hours.
     """
     return Config(compat="released", optim=RELEASED_B, positions=IJEPA, runtime=IN_64S)
 
@@ -150,7 +150,7 @@ def vit_l16_stop_released() -> Config:
     """The released configs/pretrain/vit-l16.yaml. Expect what the paper reports for ViT-L/16.
 
     ``stopmim pretrain imagenet/train --preset vit_l16_stop_released --out runs/l16-r``
-    Cost: more than 220 hours.
+    Cost: more than 153 hours.
     """
     return Config(arch="vit_l16", compat="released", optim=RELEASED_L, runtime=IN_64S)
 
@@ -159,7 +159,7 @@ def vit_l16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_l16_ijepa_released --out runs/l16-ri``
-    Cost: more than 220 hours.
+    Cost: more than 153 hours.
     """
     return Config(
         arch="vit_l16", compat="released", optim=RELEASED_L, positions=IJEPA, runtime=IN_64S
@@ -170,7 +170,7 @@ def vit_h16_stop_released() -> Config:
     """The released configs/pretrain/vit-h16.yaml: patch 16, rates frozen from epoch 250.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_stop_released --out runs/h16-r``
-    Cost: more than 230 hours.
+    Cost: more than 190 hours.
     """
     return Config(arch="vit_h16", compat="released", optim=RELEASED_H, runtime=IN_64S)
 
@@ -179,7 +179,7 @@ def vit_h16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_ijepa_released --out runs/h16-ri``
-    Cost: more than 230 hours.
+    Cost: more than 190 hours.
     """
     return Config(
         arch="vit_h16", compat="released", optim=RELEASED_H, positions=IJEPA, runtime=IN_64S
