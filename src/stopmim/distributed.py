@@ -137,13 +137,17 @@ def _last_words(world: World, error: BaseException) -> BaseException:
     assert world.store is not None
     code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
     code = ResourceError.exit_code if is_broken(error) else code
-    who = world.rank
+    who, lost = world.rank, list[int]()
     try:
         world.store.set_timeout(datetime.timedelta(seconds=GRACE))
         note = world.store.compare_set("failed", "", f"{who} {code}")
-        world.store.set(f"left/{who}", "")
+        world.store.set(f"here/{who}", "")
         who, code = map(int, note.split())
-        lost = _silent(world) if who == world.rank or world.first else []
+        if who == world.rank and is_broken(error):
+            lost = _missing(world, "here", GRACE)
+        world.store.set(f"left/{world.rank}", "")  # the last thing a rank asks of the store,
+        if world.first:  # which may go with rank 0
+            _missing(world, "left", GRACE if who == 0 else 2 * GRACE)
     except RuntimeError:  # no store: rank 0 kept it, so it is rank 0 that failed, and said why
         who, code = 0, ResourceError.exit_code
     _end_at_once(code, error)
@@ -172,14 +176,14 @@ def _end_at_once(code: int, error: BaseException) -> None:
     atexit.register(end)
 
 
-def _silent(world: World) -> list[int]:
-    """The ranks that do not say within a moment that they have left too."""
+def _missing(world: World, key: str, seconds: float) -> list[int]:
+    """The ranks that have not set `key` by then."""
     assert world.store is not None
-    until = time.monotonic() + GRACE
+    until = time.monotonic() + seconds
     ranks = list(range(world.size))
     while ranks and time.monotonic() < until:
-        ranks = [rank for rank in ranks if not world.store.check([f"left/{rank}"])]
-        time.sleep(0.05)
+        time.sleep(0.02)
+        ranks = [rank for rank in ranks if not world.store.check([f"{key}/{rank}"])]
     return ranks
 
 
