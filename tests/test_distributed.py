@@ -383,7 +383,7 @@ def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     processes[0].join(30)
     assert 3 < time.monotonic() - begin < 25
     ended = finish(processes, tmp_path, 0)
-    assert ended[0].code == 7
+    assert ended[0].code == 7, ended[0].said
     assert "rank 1 of 2 does not answer" in ended[0].said
 
 

@@ -31,7 +31,7 @@ from stopmim.mim import MaskedImageModel
 TIMEOUT = 600  # seconds a rank may be silent; STOPMIM_TIMEOUT changes it
 GRACE = 3.0  # seconds in which ranks that are well find out that one is not
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BROKEN = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+_BROKEN = ("gloo", "NCCL", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
 _kept: list[BaseException] = []
 
 

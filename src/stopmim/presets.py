@@ -5,9 +5,9 @@ each of these in `released` mode. Expected numbers are the paper's, on ImageNet-
 linear classifier on frozen features.
 
 Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L from the
-measured 4,055 and 1,391 images/s (benchmarks/), ViT-H from that of ViT-B by its number of operations
-(H/14 9.6, H/16 7.3 times ViT-B), not measured. Released modes take longer: they compute in parts of
-64 images, whose contexts differ in length, and so are not compiled.
+measured 4,055 and 1,391 images/s (benchmarks/), ViT-H from that of ViT-B by its operations (H/14
+9.6, H/16 7.3 times ViT-B), not measured. Released modes take longer: they compute in parts of 64
+images, whose contexts differ in length, and so are not compiled.
 """
 
 from collections.abc import Callable
