@@ -8,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -114,6 +114,86 @@ class Check:
         print(report.text())
         if report.problem:
             raise DataError(report.problem)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say whether a run is healthy, why, what to change and which checkpoint to keep.
+
+    Exit code 0: healthy, or too early to say; 10: partial collapse; 11: collapse; 12: shortcut;
+    13: over-training.
+    """
+
+    run: Annotated[Positional[str], arg(metavar="RUN")]
+    """a run directory; or a checkpoint, which is then measured on --data"""
+    data: str | None = None
+    """measure now, on these images, instead of reading what training logged"""
+    json: bool = False
+    """the diagnosis as one line of JSON"""
+
+    def __call__(self) -> int:
+        from stopmim.doctor import examine
+
+        diagnosis = examine(self.run, self.data)
+        print(diagnosis.as_json() if self.json else diagnosis)
+        return diagnosis.exit_code
+
+
+@dataclass(frozen=True)
+class Analyse:
+    """Draw the analyses of the paper, from runs: one PNG each."""
+
+    what: Positional[
+        Literal[
+            "noise",
+            "similarity",
+            "prediction",
+            "collapse",
+            "smoothing",
+            "pca",
+            "masks",
+            "uncertainty",
+            "all",
+        ]
+    ]
+    """noise: sigma against |A| and |m~|; similarity: of positions; prediction: heat maps;
+    collapse: why A is tied; smoothing: the best predictor; pca: feature maps; masks: their
+    preview; uncertainty: error, and spread over noise"""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
+    """run directories; several are compared"""
+    out: Path | None = None
+    """folder for the figures; default: RUN/figures"""
+    data: str | None = None
+    """images to look at; default: those the run was trained on"""
+
+    def __call__(self) -> None:
+        from stopmim.analysis import analyse
+
+        for path in analyse(self.what, self.runs, self.out, self.data):
+            print(path)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained HTML page about a run, or about several to compare."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    """run directories; the first is the subject, the others are set beside it"""
+    out: Path | None = None
+    """where to write; default: RUN/report.html"""
+    data: str | None = None
+    """images to show; default: those the run was trained on"""
+
+    def __call__(self) -> None:
+        from stopmim import report
+        from stopmim.data import open_images
+        from stopmim.run import Run
+
+        if not self.runs:
+            raise UserError("report: name a run directory, as runs/first")
+        images = None if self.data is None else open_images(self.data)
+        first, *others = map(Run, self.runs)
+        print(report.write(first, images, others=others, out=self.out))
 
 
 @dataclass(frozen=True)
@@ -388,6 +468,9 @@ Command = (
     | Annotated[Pretrain, subcommand("pretrain")]
     | Annotated[Check, subcommand("check")]
     | Annotated[Eval, subcommand("eval")]
+    | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Analyse, subcommand("analyse")]
+    | Annotated[Report, subcommand("report")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Presets, subcommand("presets")]
 )
@@ -405,9 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words  # for us: a traceback instead of one line
     try:
         command = parse([word for word in words if word != "--debug"])
-        if command is not None:
-            command()
-        return 0
+        return (command() or 0) if command is not None else 0
     except UserError as error:
         if debug:
             raise
@@ -427,7 +508,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def parse(words: list[str]) -> Demo | Pretrain | Check | Eval | Bench | Presets | None:
+def parse(words: list[str]) -> Callable[[], int | None] | None:
     """The command that `words` ask for; None if they asked for help and got it."""
     if words == ["--version"]:
         print(f"stopmim {__version__}")
@@ -472,7 +553,7 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         key = name.replace("-", "_")
-        if not word.startswith("--") or not ("." in key or key in Config.model_fields):
+        if not word.startswith("--") or not ("." in key or _is_value(key)):
             rest.append(word)
             continue
         values = [value] if equals else []
@@ -485,6 +566,12 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         parsed = [parse_yaml(v, f"--{name}") for v in values]
         changes[key] = parsed if _arity(key) == 2 and len(parsed) == 2 else parsed[0]
     return rest, changes
+
+
+def _is_value(key: str) -> bool:
+    """Whether a bare name is a config key; a section alone is none, and may be a command's option."""
+    known = Config.model_fields.get(key)
+    return known is not None and not isinstance(known.default, Section)
 
 
 def _arity(key: str) -> int:

@@ -166,6 +166,8 @@ class RuntimeConfig(Section):
     """CPU threads of torch; null: torch's own choice, and on resume that of the first start"""
     log_every: int = Field(default=10, ge=1)
     """updates between two lines of metrics.jsonl"""
+    health_every: int | None = Field(default=None, ge=0)
+    """updates between two measurements of a run's health; null: as cost 1 % of the time; 0: none"""
     save_every: int | None = Field(default=None, ge=1)
     """updates between two checkpoints; null: an epoch"""
     keep: int = Field(default=2, ge=2)

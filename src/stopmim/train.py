@@ -43,6 +43,7 @@ from stopmim.errors import (
     UserError,
 )
 from stopmim.faults import faultpoint
+from stopmim.health import Health, due_every, probe
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.optim import adamw, rates, set_rates
@@ -283,6 +284,9 @@ def _train(
     save_every = runtime.save_every or per_epoch
     bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
     model.train()
+    health_every = due_every(config)
+    health = Health(probe(images, config), device, amp) if health_every else None
+    untrained = health.measure(model) if health and not step else None
 
     def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
         loaded = next(batches)
@@ -318,7 +322,8 @@ def _train(
             )
             step += 1
             faultpoint("step.end")
-            log = step == 1 or every(step, runtime.log_every) or step == total
+            examine = health is not None and (every(step, health_every) or step == total)
+            log = step == 1 or every(step, runtime.log_every) or step == total or examine
             save = every(step, save_every) or step in (total, stop_at)
             number = 0  # of a signal that any rank received
             if log or save or world.size == 1:
@@ -339,6 +344,8 @@ def _train(
                 line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
                 line |= {name: float(value) for name, value in values.items()}
                 line |= _norms(model) | clock.read(step, optim.batch_size)
+                line |= health.measure(model) if health and examine else {}
+                line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
                     metrics.write(line)
                 ticker.update(

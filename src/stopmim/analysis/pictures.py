@@ -10,7 +10,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,19 +148,35 @@ def outline(index: np.ndarray, side: int, inset: float = 0.0) -> np.ndarray:
     return np.array(segments).reshape(-1, 2, 2)
 
 
+def mark_patch(axes: Any, patch: int, side: int) -> None:
+    """A frame around a patch of a picture that is `side` units wide."""
+    from matplotlib.patches import Rectangle
+
+    row, col = divmod(patch, side)
+    # Dark around light: one of the two stands out from any colour.
+    for edge, width in (("black", 3.2), ("white", 1.4)):
+        axes.add_patch(Rectangle((col, row), 1, 1, fill=False, ec=edge, lw=width))
+
+
 @house_style()
 def figure(preview: Preview) -> "Figure":
     """What is seen, what is hidden, and a coloured outline around every block to predict."""
-    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(2, 2))
+    draw(picture.add_axes((0, 0, 1, 1)), preview)
+    return picture
+
+
+def draw(axes: Any, preview: Preview) -> None:
+    """The picture of `figure` on axes that are two inches wide."""
+    from matplotlib.collections import LineCollection
 
     image, context, targets, side = preview
     pixels = side * max(1, PREVIEW_PIXELS // side)
     # Small images keep their pixels, large ones are averaged; patches stay whole either way.
     how = Image.Resampling.NEAREST if pixels >= len(image) else Image.Resampling.BOX
     image = np.asarray(Image.fromarray(image).resize((pixels, pixels), how))
-    picture = Figure(figsize=(2, 2))
-    axes = picture.add_axes((0, 0, 1, 1))
     axes.imshow(faded(image, context, side), extent=(0, side, side, 0), interpolation="none")
     point = side / (72 * 2)  # in patches
     for number, index in enumerate(targets):
@@ -170,4 +186,3 @@ def figure(preview: Preview) -> "Figure":
             axes.add_collection(lines)
     axes.set(xlim=(0, side), ylim=(side, 0))
     axes.set_axis_off()
-    return picture

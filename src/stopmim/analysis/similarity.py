@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.analysis.pictures import INK, house_style
+from stopmim.keys import torch_generator
+from stopmim.mim import MaskedImageModel
 from stopmim.positions import Positions, StochasticPositions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DRAWS = 64  # of a stochastic position
 COLUMNS = ("deterministic", "one draw", "mean of {draws} draws")
 
 
@@ -31,6 +34,13 @@ def spread_queries(side: int) -> Tensor:
     """Three patches (Q,) that tell border from middle: near a corner, the centre, near an edge."""
     places = ((side // 8, side // 8), (side // 2, side // 2), (3 * side // 4, side // 4))
     return torch.tensor([row * side + col for row, col in places])
+
+
+def of_model(model: MaskedImageModel, seed: int, draws: int = DRAWS) -> Similarity:
+    """The similarity of three positions of a model; see `similarity`."""
+    positions, project = model.predictor.positions, model.predictor.noise_layer
+    generator = torch_generator("report", seed)
+    return similarity(positions, project, spread_queries(positions.side), draws, generator)
 
 
 @torch.no_grad()
