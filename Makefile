@@ -26,9 +26,11 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/mypy
 
 test: .venv/dev ## the fast tests: under four minutes on two CPU cores
+	@.ci/browser
 	$(BIN)/pytest -q -n 2
 
 test-all: .venv/dev ## every test, the slow ones included
+	@.ci/browser
 	$(BIN)/pytest -q -n 2 -m "not gpu"
 
 test-gpu: .venv/dev ## the tests that need an NVIDIA GPU

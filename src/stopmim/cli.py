@@ -569,7 +569,7 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _is_value(key: str) -> bool:
-    """Whether a bare name is a config key; a section alone is none, and may be a command's option."""
+    """Whether a bare name is a config key; a section is none, and may be a command's option."""
     known = Config.model_fields.get(key)
     return known is not None and not isinstance(known.default, Section)
 

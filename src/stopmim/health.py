@@ -30,6 +30,7 @@ PROBE = 128  # images, of each of which two crops are looked at
 CHUNK = 32  # images at a time, so that memory is that of a small step
 VECTORS = 4096  # targets the effective rank is taken of, or as many as are twice the width
 NEAREST = 10  # neighbours that are asked for their label
+LOWEST = 100.0  # skill: where images decide nothing it would be minus infinity
 FEWEST = 100  # updates between two measurements that nobody asked for more often
 COST = 0.01  # share of the training time they may take
 # A measurement costs about as much as an update on 2.5 images per probe image (measured).
@@ -96,6 +97,7 @@ class Health:
         second = torch.cat([self._tokens(model, part) for part in self.probe.views[1].split(CHUNK)])
         return {
             "target_rank": effective_rank(_thinned(tokens)),
+            "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
             "noise_to_signal": noise_to_signal(model),
@@ -164,12 +166,12 @@ def _predictions(predicted: Tensor, target: Tensor) -> dict[str, float]:
     mean = F.normalize(t.flatten(0, 1).mean(dim=0), dim=0)
     along = (p @ mean).square().sum() / p.square().sum().clamp(min=1e-12)
     # Against somebody who knows the mean of every place over these images, and nothing else.
-    by_place = t.var(dim=1).sum(-1).mean()
+    by_place = t.var(dim=1).sum(-1).mean().clamp(min=1e-12)
     return {
         "predicted_mean_share": float(along),  # 1: the mean target, whatever is seen
         "predicted_image_share": _image_share(p),  # 0: the place alone, whatever is seen
         # Share of what the images decide about the targets that is predicted; 0: none of it.
-        "skill": float(1 - (p - t).square().sum(-1).mean() / by_place.clamp(min=1e-12)),
+        "skill": max(-LOWEST, float(1 - (p - t).square().sum(-1).mean() / by_place)),
     }
 
 

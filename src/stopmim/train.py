@@ -35,6 +35,7 @@ from stopmim.distributed import (
     spread,
     whole,
 )
+from stopmim.doctor import Watch
 from stopmim.errors import (
     CheckpointError,
     InterruptedRunError,
@@ -287,6 +288,7 @@ def _train(
     health_every = due_every(config)
     health = Health(probe(images, config), device, amp) if health_every else None
     untrained = health.measure(model) if health and not step else None
+    watch = Watch(Run(path).metrics)
 
     def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
         loaded = next(batches)
@@ -348,6 +350,8 @@ def _train(
                 line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
                     metrics.write(line)
+                if news := watch.see(line):
+                    say(news)
                 ticker.update(
                     step,
                     f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {line['target_std']:.3f}"

@@ -23,6 +23,7 @@ class Panel(NamedTuple):
     title: str
     series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, what a legend calls it
     about: str
+    low: float | None = None  # values below are shown as this
 
 
 PANELS = (
@@ -31,6 +32,22 @@ PANELS = (
         "Spread of the features",
         (("target_std", "targets"), ("predicted_std", "predictions")),
         "standard deviation over patches; targets that fall to 0 have collapsed",
+    ),
+    Panel(
+        "Effective rank of the targets",
+        (("target_rank", "rank"),),
+        "directions they fill (RankMe); towards 1 is collapse",
+    ),
+    Panel(
+        "Decided by the image",
+        (("target_image_share", "targets"), ("predicted_image_share", "predictions")),
+        "share of the variance that the place of a patch does not explain; 0 is a shortcut",
+    ),
+    Panel(
+        "Skill",
+        (("skill", "skill"),),
+        "share of what images decide about the targets that is predicted; shown from -1 on",
+        low=-1.0,
     ),
     Panel("Gradient norm", (("grad_norm", "norm"),), "of encoder and predictor, before clipping"),
     Panel(
@@ -62,10 +79,21 @@ def number(value: object) -> float | None:
         return None
 
 
-def curve(rows: Sequence[Mapping[str, Any]], key: str, points: int = POINTS) -> Curve:
-    """The finite values of `key` in the rows of metrics.jsonl, thinned to at most `points`."""
-    pairs = [(number(row.get("step")), number(row.get(key))) for row in rows]
+def curve(
+    rows: Sequence[Mapping[str, Any]], key: str, points: int = POINTS, low: float | None = None
+) -> Curve:
+    """The finite values of `key` in the rows of metrics.jsonl, thinned to at most `points`.
+
+    What was measured of the untrained network is the value at step 0.
+    """
+    begun = [row["random_init"] for row in rows if isinstance(row.get("random_init"), Mapping)]
+    pairs: list[tuple[float | None, float | None]] = [
+        (0.0, number(row.get(key))) for row in begun[:1]
+    ]
+    pairs += [(number(row.get("step")), number(row.get(key))) for row in rows]
     known = np.array([(s, v) for s, v in pairs if s is not None and v is not None]).reshape(-1, 2)
+    if low is not None:
+        known[:, 1] = known[:, 1].clip(min=low)
     pieces = np.array_split(known, min(points, len(known)) or 1)
     reduced = [
         (steps.mean(), values.min(), values.mean(), values.max())

@@ -32,7 +32,9 @@ def load(path: str | Path, images: Images | None, count: int, step: int = 0) -> 
     Without `images`, those that run.json names.
     """
     run = Run(Path(path))
-    return Subject(run.path.resolve().name, run.config, run.model(), views(run, images, count, step))
+    return Subject(
+        run.path.resolve().name, run.config, run.model(), views(run, images, count, step)
+    )
 
 
 def views(run: Run, images: Images | None, count: int, step: int = 0) -> list[Preview]:

@@ -1,9 +1,13 @@
-"""`report.html` of a run: one file to open, print or send, that loads nothing and runs nothing.
+"""`report.html` of a run: one file to open, print or send, that loads nothing.
 
 Formats only; what it shows is computed in `analysis`. Everything in a run directory but the figures
-is taken for hostile text: it reaches the page through the template alone, which escapes it.
+is taken for hostile text: it reaches the page through the template, which escapes it, or as JSON,
+of which the script makes text and never tags. The browser is told to run that one script, by its
+hash, and no other.
 """
 
+import base64
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,23 +17,20 @@ from markupsafe import Markup
 
 from stopmim._version import __version__
 from stopmim.analysis import curves, pictures, similarity
-from stopmim.analysis.curves import number
 from stopmim.config import Config, flatten, to_yaml
 from stopmim.data import Images, open_images
 from stopmim.data.skip import without_skipped
+from stopmim.doctor import Diagnosis, diagnose
 from stopmim.errors import UserError
-from stopmim.keys import torch_generator
 from stopmim.mim import MaskedImageModel
 from stopmim.positions import StochasticPositions
+from stopmim.report import explorer
+from stopmim.report.results import best, count, said, shown, time
 from stopmim.run import Run, write_whole
 
 T = TypeVar("T")
 
 PREVIEWS = 8  # images shown with their masks
-DRAWS = 64  # of a stochastic position
-
-# Keys of a result that have a column of their own.
-_COLUMNS = ("name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection")
 
 
 class Shown(NamedTuple):
@@ -39,53 +40,65 @@ class Shown(NamedTuple):
     alt: str
 
 
-class Result(NamedTuple):
-    """A line of the evaluation table, as text; "" is what the line does not say."""
-
-    protocol: str
-    label: str
-    selection: str
-    n: str
-    value: str
-    exact: str  # the value as it was recorded
-    interval: str
-    random_init: str
-    difference: str
-    verdict: str  # "up" or "down" if the interval excludes random init
-    details: str
-    bar: dict[str, str] | None  # positions in percent; None unless the value is a share
-
-
-def write(run: Run, images: Images | None = None) -> Path:
+def write(
+    run: Run,
+    images: Images | None = None,
+    *,
+    others: Sequence[Run] = (),
+    out: Path | None = None,
+) -> Path:
     """Writes `report.html` of `run` from whatever is there, and returns its path.
 
     Without `images`, those that run.json names are opened again; either way they are shown only if
-    they are the ones the run began with.
+    they are the ones the run began with. `others` are set beside it, in curves and a table.
     """
     about, metrics, results = _mapping(run.about), run.metrics, run.results
     config, config_missing = _attempt(lambda: _config(run, about))
-    previews, previews_missing = _attempt(lambda: _previews(about, config, images))
+    views, previews_missing = _attempt(lambda: _views(about, config, images))
     model, model_missing = _attempt(run.model)
+    runs = [run, *others]
+    data = {
+        "charts": explorer.charts([(_name(one), one.metrics) for one in runs]),
+        "predictions": explorer.predictions(run, config, views)
+        if config is not None and model is not None and views
+        else None,
+        "positions": explorer.positions(model, config.seed)
+        if config is not None and model is not None
+        else None,
+    }
+    script = explorer.script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = _environment().get_template("page.html")
     text = page.render(
-        name=run.path.resolve().name,
+        name=_name(run),
         path=run.path.resolve(),
         version=__version__,
         summary=_summary(about, config, metrics),
-        best=_best(results),
-        results=[_result(line) for line in results],
+        diagnosis=_diagnosis(metrics),
+        best=best(results),
+        results=[shown(line) for line in results],
         panels=_panels(metrics),
-        previews=previews,
+        previews=_previews(views, config) if views and config else None,
         previews_missing=previews_missing,
         similarity=_similarity(config, model),
         model_missing=model_missing,
+        compared=[_compared(one) for one in runs] if others else [],
         config_lines=_config_lines(about, config),
         config_missing=config_missing,
         starts=[_start(_mapping(start)) for start in _sequence(about.get("starts"))],
+        has_predictions=data["predictions"] is not None,
+        has_positions=data["positions"] is not None,
+        data=Markup(explorer.as_json(data)),
+        script=Markup(script),
+        digest=digest,
     )
-    path = run.path / "report.html"
+    path = out or run.path / "report.html"
     write_whole(path, text)
     return path
+
+
+def _name(run: Run) -> str:
+    return run.path.resolve().name
 
 
 def _environment() -> Environment:
@@ -151,9 +164,9 @@ def _summary(
     starts = [_mapping(start) for start in _sequence(about.get("starts"))]
     facts = {
         "source": data.get("source"),
-        "images": _count(data.get("images")),
-        "step": _count(last.get("step")),
-        "epoch": _count(last.get("epoch")),
+        "images": count(data.get("images")),
+        "step": count(last.get("step")),
+        "epoch": count(last.get("epoch")),
         "device": starts[-1].get("device") if starts else None,
     }
     if config is not None:
@@ -163,8 +176,8 @@ def _summary(
             "method": _METHODS[config.positions.kind],
             "sigma": None if config.positions.sigma is None else f"{config.positions.sigma:g}",
             "pixels": str(config.image_size),
-            "epochs": _count(config.optim.epochs),
-            "time": _time(seconds) if seconds else None,
+            "epochs": count(config.optim.epochs),
+            "time": time(seconds) if seconds else None,
         }
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}
 
@@ -176,11 +189,39 @@ _METHODS = {
 }
 
 
+def _diagnosis(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
+    try:
+        return diagnose(metrics)
+    except (TypeError, KeyError, ValueError):  # lines that no run of ours wrote
+        return None
+
+
+def _compared(run: Run) -> dict[str, str]:
+    """A line of the table of runs."""
+    metrics, top, found = run.metrics, best(run.results), _diagnosis(run.metrics)
+    last: Mapping[str, Any] = metrics[-1] if metrics else {}
+    measured = [row for row in metrics if "target_rank" in row]
+
+    def text(row: Mapping[str, Any], key: str) -> str:
+        value = curves.number(row.get(key))
+        return "-" if value is None else f"{value:.3g}"
+
+    return {
+        "run": _name(run),
+        "verdict": found.verdict if found else "-",
+        "updates": count(last.get("step")) or "-",
+        "loss": text(last, "loss"),
+        "rank": text(measured[-1], "target_rank") if measured else "-",
+        "skill": text(measured[-1], "skill") if measured else "-",
+        "best": f"{top.value} ({top.protocol} {top.label}, {top.difference})" if top else "-",
+    }
+
+
 def _panels(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The curves that have a value; empty before the first logged step."""
     shown: list[dict[str, Any]] = []
     for panel in curves.PANELS:
-        drawn = {label: curves.curve(metrics, key) for key, label in panel.series}
+        drawn = {label: curves.curve(metrics, key, low=panel.low) for key, label in panel.series}
         if not any(len(curve.step) for curve in drawn.values()):
             continue
         alt = "; ".join(
@@ -196,14 +237,14 @@ def _panels(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return shown
 
 
-def _previews(
+def _views(
     about: dict[str, Any], config: Config | None, images: Images | None
-) -> dict[str, Any]:
+) -> list[pictures.Preview]:
     data = _mapping(about.get("data"))
     if config is None:
         raise UserError("the masks are drawn from the config, which cannot be read")
     if images is None:
-        if not (source := _said(data, "source")):
+        if not (source := said(data, "source")):
             raise UserError("run.json does not say where they are")
         images = open_images(source)
     images = without_skipped(images, config.data.skip)
@@ -212,6 +253,10 @@ def _previews(
     found = pictures.previews(images, config, step=0, count=PREVIEWS)
     if not found:
         raise UserError("none of the first images can be read")
+    return found
+
+
+def _previews(found: list[pictures.Preview], config: Config) -> dict[str, Any]:
     blocks, size = found[0].targets.shape
     seen = len(found[0].context)
     figures = [
@@ -237,22 +282,20 @@ def _similarity(config: Config | None, model: MaskedImageModel | None) -> dict[s
     """The figure, for a model with stochastic positions."""
     if config is None or model is None:
         return None
-    positions, project = model.predictor.positions, model.predictor.noise_layer
+    positions = model.predictor.positions
     if not isinstance(positions, StochasticPositions):
         return None
-    queries = similarity.spread_queries(positions.side)
-    generator = torch_generator("report", config.seed)
-    found = similarity.similarity(positions, project, queries, DRAWS, generator)
+    found = similarity.of_model(model, config.seed)
     alt = (
-        f"Similarity of {len(queries)} positions to all {positions.side**2} fixed ones: "
-        f"deterministic, one stochastic draw, and the mean of {DRAWS} draws."
+        f"Similarity of {len(found.queries)} positions to all {positions.side**2} fixed ones: "
+        f"deterministic, one stochastic draw, and the mean of {found.draws} draws."
     )
     svg = Markup(pictures.svg(similarity.figure(found), "similarity"))
     return {
         "figure": Shown(svg, alt),
         "found": f"{100 * float(found.found.mean()):.0f} %",
         "strength": f"{100 * found.strength:.0f} %",
-        "draws": DRAWS,
+        "draws": found.draws,
     }
 
 
@@ -268,75 +311,3 @@ def _start(start: dict[str, Any]) -> dict[str, str]:
         "git": start.get("git"),
     }
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}
-
-
-# ------------------------------------------------------------------------------ results
-
-
-def _result(line: Mapping[str, Any]) -> Result:
-    value, random_init = number(line.get("value")), number(line.get("random_init"))
-    low, high = number(line.get("low")), number(line.get("high"))
-    given = [x for x in (value, random_init, low, high) if x is not None]
-    # Accuracies, Jaccard indices and the like are shares; RankMe, say, is a plain number.
-    share = value is not None and all(0 <= x <= 1 for x in given)
-
-    def text(x: float | None) -> str:
-        return "" if x is None else f"{100 * x:.1f} %" if share else f"{x:.4g}"
-
-    interval = difference = verdict = ""
-    if low is not None and high is not None:
-        interval = f"{100 * low:.1f} to {100 * high:.1f}" if share else f"{low:.4g} to {high:.4g}"
-    if value is not None and random_init is not None:
-        gain = value - random_init
-        difference = f"{100 * gain:+.1f}" if share else f"{gain:+.4g}"
-        if low is not None and high is not None:
-            verdict = "up" if low > random_init else "down" if high < random_init else ""
-    bar = None
-    if share and value is not None:
-        bar = {"value": f"{100 * value:.2f}"}
-        if low is not None and high is not None:
-            bar |= {"low": f"{100 * low:.2f}", "wide": f"{100 * max(0.0, high - low):.2f}"}
-        if random_init is not None:
-            bar |= {"random": f"{100 * random_init:.2f}"}
-    return Result(
-        protocol=_said(line, "protocol"),
-        label=_said(line, "label"),
-        selection=_said(line, "selection"),
-        n=_count(line.get("n")) or _said(line, "n"),
-        value=text(value) or _said(line, "value"),
-        exact=_said(line, "value"),
-        interval=interval,
-        random_init=text(random_init),
-        difference=difference,
-        verdict=verdict,
-        details=", ".join(f"{key} {line[key]}" for key in line if key not in _COLUMNS),
-        bar=bar,
-    )
-
-
-def _best(results: Sequence[Mapping[str, Any]]) -> Result | None:
-    """The result furthest above random init; one chosen on the test split only if need be."""
-    compared = [
-        line for line in results if (shown := _result(line)).bar is not None and shown.difference
-    ]
-    compared.sort(key=lambda line: line["value"] - line["random_init"], reverse=True)
-    compared.sort(key=lambda line: line.get("selection") == "paper")
-    return _result(compared[0]) if compared else None
-
-
-def _said(line: Mapping[str, Any], key: str) -> str:
-    value = line.get(key)
-    return "" if value is None else str(value)
-
-
-def _count(value: object) -> str:
-    """1024 as "1,024", 2.5 as "2.5", and what is no number as ""."""
-    x = number(value)
-    return "" if x is None else f"{x:,.0f}" if x == int(x) else f"{x:,.1f}"
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -1,0 +1,292 @@
+"""Is my run healthy? A verdict from what a run has logged, with its reasons and a way out.
+
+`diagnose` is a pure function of the lines of metrics.jsonl; only those with a measurement of
+`health.py` count. The rules are the table RULES, read from top to bottom: the first that holds is
+the verdict. Its thresholds separate the planted runs of tests/plant.py.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from stopmim import checkpoint
+from stopmim.config import Config
+from stopmim.data import open_images
+from stopmim.errors import UserError
+from stopmim.health import Health, probe
+from stopmim.interop import load_model
+from stopmim.mim import MaskedImageModel
+from stopmim.run import Run
+from stopmim.vit import initialise
+
+Verdict = Literal[
+    "healthy", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
+]
+EXIT_CODES: dict[Verdict, int] = {
+    "healthy": 0,
+    "too early to say": 0,
+    "partial collapse": 10,
+    "collapse": 11,
+    "shortcut": 12,
+    "over-training": 13,
+}
+
+Row = Mapping[str, Any]
+
+
+class Evidence(NamedTuple):
+    name: str
+    value: float
+    start: float | None  # of the untrained network
+    bar: str  # what a healthy run has
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    verdict: Verdict
+    because: str
+    evidence: tuple[Evidence, ...]
+    advice: tuple[str, ...]
+    step: int | None  # the verdict is about the run up to this step
+    keep: int | None  # the step whose weights are the best known; None: none of them
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" at step {self.step}"
+        lines = [f"{self.verdict}{at}: {self.because}"]
+        if self.evidence:
+            width = max(len(e.name) for e in self.evidence)
+            lines += [f"  {'':{width}}  {'now':>8}  {'untrained':>9}  healthy"]
+            lines += [
+                f"  {e.name:{width}}  {e.value:8.3g}  "
+                f"{'-' if e.start is None else format(e.start, '.3g'):>9}  {e.bar}"
+                for e in self.evidence
+            ]
+        lines += [f"- {line}" for line in self.advice]
+        if self.keep is not None:
+            lines.append(f"keep the checkpoint of step {self.keep}, or the nearest to it")
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        fields = dataclasses.asdict(self) | {"exit_code": self.exit_code}
+        return json.dumps(fields | {"evidence": [e._asdict() for e in self.evidence]})
+
+
+# ------------------------------------------------------------------------------ the rules
+
+
+class Signs(NamedTuple):
+    """What the rules look at: measurements now, at half of the way, of the untrained network."""
+
+    now: Row
+    half: Row
+    start: Row
+    rows: Sequence[Row]  # all since the start, oldest first
+
+    def relative(self, key: str) -> float:
+        """`key` now, over that of the untrained network."""
+        return self.now[key] / max(1e-12, self.start[key])
+
+    def half_way(self, key: str) -> float:
+        """The same at half of the way."""
+        return self.half[key] / max(1e-12, self.start[key])
+
+    def of_best(self, key: str) -> float:
+        """`key` now, over the best it has been since the start."""
+        return self.now[key] / max(1e-12, *(row[key] for row in self.rows))
+
+
+class Rule(NamedTuple):
+    verdict: Verdict
+    holds: Callable[[Signs], bool]
+    because: str
+    advice: tuple[str, ...]
+
+
+COLLAPSED = (
+    "if it began so, look at the data: are all images alike, or read wrongly?",
+    "raise --optim.ema towards 0.999, lower --optim.lr by 3 to 10",
+    "make the predictor wider and deeper (--predictor.width, --predictor.depth)",
+)
+
+RULES = (
+    Rule(
+        "collapse",
+        lambda s: s.now["target_image_share"] < 0.02 or s.now["target_rank"] < 1.6,
+        "the targets are the same for all images",
+        COLLAPSED,
+    ),
+    Rule(
+        "collapse",
+        lambda s: s.now["target_spread"] < 0.05,
+        "the targets hardly differ from their mean",
+        COLLAPSED,
+    ),
+    Rule(
+        "partial collapse",
+        lambda s: (
+            s.relative("target_rank") < 0.6
+            and max(s.relative("target_spread"), s.half_way("target_spread")) < 0.5
+            and s.now["skill"] < 0.03
+        ),
+        "the targets have lost most of their spread and of their directions, and do not recover",
+        COLLAPSED[1:],
+    ),
+    Rule(
+        "over-training",
+        lambda s: (
+            max(row["skill"] for row in s.rows) > 0.05
+            and s.of_best("skill") < 0.6
+            and s.of_best("target_rank") < 0.8
+        ),
+        "predictions and the rank of the targets have passed their best and fall",
+        ("stop earlier: fewer --optim.epochs", "or lower --optim.lr and --optim.final_lr"),
+    ),
+    Rule(
+        "healthy",
+        lambda s: s.now["skill"] > 0.02 and s.now["predicted_image_share"] > 0.05,
+        "the predictor tells images apart, and the targets are rich",
+        (),
+    ),
+    Rule(
+        "shortcut",
+        lambda s: (
+            max(s.now["skill"], s.half["skill"]) < 0.03
+            and max(s.now["predicted_image_share"], s.half["predicted_image_share"]) < 0.02
+            and min(s.now["skill"], s.half["skill"]) > -0.3
+            and s.now["target_image_share"] < 1.2 * s.half["target_image_share"]
+        ),
+        "the predictor knows the place of a patch and nothing of the image",
+        (
+            "show more of the image: raise --masking.context_length, lower --masking.target_scale",
+            "look at `stopmim analyse masks` and the images: can what is hidden be told at all?",
+        ),
+    ),
+)
+TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
+
+
+def diagnose(metrics: Sequence[Row]) -> Diagnosis:
+    """The verdict on a run from the lines of its metrics.jsonl."""
+    start, rows = measurements(metrics)
+    if not rows:
+        return Diagnosis("too early to say", "nothing has been measured yet", (), (), None, None)
+    now = rows[-1]
+    half = min(rows, key=lambda row: abs(row["step"] - now["step"] / 2))
+    signs = Signs(now, half, start or rows[0], rows)
+    evidence = tuple(_evidence(now, start))
+    for rule in RULES:
+        if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
+            keep = _best(rule.verdict, rows)
+            return Diagnosis(
+                rule.verdict, rule.because, evidence, rule.advice, int(now["step"]), keep
+            )
+    return Diagnosis("too early to say", TOO_EARLY, evidence, (), int(now["step"]), None)
+
+
+def measurements(metrics: Sequence[Row]) -> tuple[Row | None, list[Row]]:
+    """That of the untrained network, if there is one, and those after it."""
+    begun = [row["random_init"] for row in metrics if isinstance(row.get("random_init"), Mapping)]
+    return (begun[0] if begun else None), [row for row in metrics if "target_rank" in row]
+
+
+def _best(verdict: Verdict, rows: Sequence[Row]) -> int | None:
+    """The step whose weights are worth keeping."""
+    if verdict == "over-training":
+        return int(max(rows, key=lambda row: row["skill"])["step"])
+    return int(rows[-1]["step"]) if verdict == "healthy" else None
+
+
+SHOWN = (
+    ("target_rank", "effective rank of the targets", "above 0.6 of untrained"),
+    ("target_spread", "spread of the targets", "above half of untrained"),
+    ("target_image_share", "share of the targets that images decide", "above 0.02, rises"),
+    ("predicted_image_share", "share of the predictions that images decide", "above 0.05"),
+    ("predicted_mean_share", "share of the predictions that is the mean target", "falls"),
+    ("skill", "predicted of what images decide", "above 0.02, rises"),
+    ("noise_to_signal", "noise to signal of masked positions", "above 0 with StoP"),
+    ("neighbours", "two crops of an image find each other", "above 0.5"),
+)
+
+
+def _evidence(now: Row, start: Row | None) -> list[Evidence]:
+    knn = [(key, f"neighbours agree on {key[4:]}", "rises") for key in now if key[:4] == "knn_"]
+    return [
+        Evidence(name, float(now[key]), None if start is None else start.get(key), bar)
+        for key, name, bar in (*SHOWN, *knn)
+        if key in now
+    ]
+
+
+# ------------------------------------------------------------------------------ a run, a checkpoint
+
+
+class Watch:
+    """The verdict on a run while it is trained, said whenever it changes."""
+
+    def __init__(self, metrics: Sequence[Row]) -> None:
+        self.rows = [row for row in metrics if "target_rank" in row or "random_init" in row]
+        self.verdict = diagnose(self.rows).verdict
+
+    def see(self, row: Row) -> str | None:
+        """What to say after this line of metrics.jsonl, if there is something new."""
+        if "target_rank" not in row and "random_init" not in row:
+            return None
+        self.rows.append(row)
+        found, before = diagnose(self.rows), self.verdict
+        self.verdict = found.verdict
+        if found.verdict == before:
+            return None
+        advice = f"; {found.advice[0]}" if found.advice else ""
+        return f"step {found.step}: {found.verdict}: {found.because}{advice}"
+
+
+def examine(path: str | Path, data: str | None = None) -> Diagnosis:
+    """The verdict on a run directory from its log; or, with `data`, on weights measured now.
+
+    Args:
+        path: a run directory; with `data` also a checkpoint, ours or of StoP's or I-JEPA's code.
+        data: images to measure on, as `stopmim.data.open_images` takes them.
+    """
+    path = Path(path)
+    if data is not None:
+        return _examine_weights(path, data)
+    if not (path / "run.json").exists():
+        raise UserError(f"{path}: not a run directory; a checkpoint is measured on --data IMAGES")
+    run = Run(path)
+    found = diagnose(run.metrics)
+    if found.step is None and run.metrics:
+        raise UserError(
+            f"{path}: this run has measured nothing (runtime.health_every); give --data IMAGES"
+        )
+    return found
+
+
+def _examine_weights(path: Path, data: str) -> Diagnosis:
+    model = load_model(path)
+    config, step = _config(path, model)
+    health = Health(probe(open_images(data), config), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        now = health.measure(model) | {"step": step}
+        for part in (model.encoder, model.target_encoder, model.predictor):
+            part.apply(initialise)
+    return diagnose([{"step": 1, "random_init": health.measure(model)}, now])
+
+
+def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int]:
+    """The config that `model` was trained with and its step; for other people's files the usual."""
+    if (path / "run.json").exists():
+        path = Run(path).checkpoint
+    if path.is_dir():
+        state = checkpoint.state(path)
+        return Config.model_validate_json(json.dumps(state["config"])), int(state["step"])
+    patch, side = model.encoder.patch, model.encoder.side
+    return Config(arch=f"vit_b{patch}", image_size=patch * side), 0

@@ -1,0 +1,95 @@
+"""Lines of results.jsonl as text for a table; anything may be in them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stopmim.analysis.curves import number
+
+# Keys of a result that have a column of their own.
+_COLUMNS = ("name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection")
+
+
+class Result(NamedTuple):
+    """A line of the evaluation table, as text; "" is what the line does not say."""
+
+    protocol: str
+    label: str
+    selection: str
+    n: str
+    value: str
+    exact: str  # the value as it was recorded
+    interval: str
+    random_init: str
+    difference: str
+    verdict: str  # "up" or "down" if the interval excludes random init
+    details: str
+    bar: dict[str, str] | None  # positions in percent; None unless the value is a share
+
+
+def shown(line: Mapping[str, Any]) -> Result:
+    value, random_init = number(line.get("value")), number(line.get("random_init"))
+    low, high = number(line.get("low")), number(line.get("high"))
+    given = [x for x in (value, random_init, low, high) if x is not None]
+    # Accuracies, Jaccard indices and the like are shares; RankMe, say, is a plain number.
+    share = value is not None and all(0 <= x <= 1 for x in given)
+
+    def text(x: float | None) -> str:
+        return "" if x is None else f"{100 * x:.1f} %" if share else f"{x:.4g}"
+
+    interval = difference = verdict = ""
+    if low is not None and high is not None:
+        interval = f"{100 * low:.1f} to {100 * high:.1f}" if share else f"{low:.4g} to {high:.4g}"
+    if value is not None and random_init is not None:
+        gain = value - random_init
+        difference = f"{100 * gain:+.1f}" if share else f"{gain:+.4g}"
+        if low is not None and high is not None:
+            verdict = "up" if low > random_init else "down" if high < random_init else ""
+    bar = None
+    if share and value is not None:
+        bar = {"value": f"{100 * value:.2f}"}
+        if low is not None and high is not None:
+            bar |= {"low": f"{100 * low:.2f}", "wide": f"{100 * max(0.0, high - low):.2f}"}
+        if random_init is not None:
+            bar |= {"random": f"{100 * random_init:.2f}"}
+    return Result(
+        protocol=said(line, "protocol"),
+        label=said(line, "label"),
+        selection=said(line, "selection"),
+        n=count(line.get("n")) or said(line, "n"),
+        value=text(value) or said(line, "value"),
+        exact=said(line, "value"),
+        interval=interval,
+        random_init=text(random_init),
+        difference=difference,
+        verdict=verdict,
+        details=", ".join(f"{key} {line[key]}" for key in line if key not in _COLUMNS),
+        bar=bar,
+    )
+
+
+def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
+    """The result furthest above random init; one chosen on the test split only if need be."""
+    compared = [
+        line for line in results if (text := shown(line)).bar is not None and text.difference
+    ]
+    compared.sort(key=lambda line: line["value"] - line["random_init"], reverse=True)
+    compared.sort(key=lambda line: line.get("selection") == "paper")
+    return shown(compared[0]) if compared else None
+
+
+def said(line: Mapping[str, Any], key: str) -> str:
+    value = line.get(key)
+    return "" if value is None else str(value)
+
+
+def count(value: object) -> str:
+    """1024 as "1,024", 2.5 as "2.5", and what is no number as ""."""
+    x = number(value)
+    return "" if x is None else f"{x:,.0f}" if x == int(x) else f"{x:,.1f}"
+
+
+def time(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.0f} seconds"
