@@ -1,23 +1,34 @@
+import base64
+import hashlib
+import io
 import itertools
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from browser import Browser
 from stopmim import report
 from stopmim.analysis import curves
 from stopmim.config import from_yaml
 from stopmim.data import open_images
 from stopmim.errors import CheckpointError
+from stopmim.report import explorer
 from stopmim.run import Run
 from stopmim.train import pretrain
 
-CSP = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+SCRIPT = hashlib.sha256(explorer.script().encode()).digest()
+CSP = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-"
+    f"{base64.b64encode(SCRIPT).decode()}'; base-uri 'none'; form-action 'none'"
+)
 
 RESULTS: list[dict[str, Any]] = [
     {
@@ -84,6 +95,7 @@ class Page(HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
         self.feed(self.source)
         self.close()
 
@@ -91,7 +103,9 @@ class Page(HTMLParser):
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        (self.scripts if self.tags[-1:] and self.tags[-1][0] == "script" else self.words).append(
+            data
+        )
 
     @property
     def text(self) -> str:
@@ -145,8 +159,12 @@ def test_the_page_is_in_the_run_directory_and_nothing_else_is_left_there(
     assert [p.name for p in trained.path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_the_page_runs_nothing_and_loads_nothing(full: Page) -> None:
-    assert not full.all("script")
+def test_the_page_runs_its_one_script_and_loads_nothing(full: Page) -> None:
+    assert full.all("script") == [{"type": "application/json", "id": "data"}, {}]
+    _, code = [text for text in full.scripts if text.strip()]
+    assert hashlib.sha256(code.encode()).digest() == SCRIPT
+    for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "fetch(", "eval("):
+        assert way not in code
     for tag, attributes in full.tags:
         assert tag not in ("iframe", "object", "embed", "link", "base", "form", "foreignobject")
         for name, value in attributes.items():
@@ -160,7 +178,7 @@ def test_the_page_runs_nothing_and_loads_nothing(full: Page) -> None:
     assert "url(" not in full.source.replace("url(#", "")
 
 
-def test_the_page_forbids_the_browser_to_run_or_load_anything(full: Page) -> None:
+def test_the_page_forbids_the_browser_to_run_anything_else_or_to_load_anything(full: Page) -> None:
     policies = [meta for meta in full.all("meta") if "http-equiv" in meta]
     assert policies == [{"http-equiv": "Content-Security-Policy", "content": CSP}]
     names = [tag for tag, _ in full.tags]
@@ -215,8 +233,9 @@ def test_every_panel_of_curves_is_drawn_from_what_training_logs(full: Page) -> N
     labels = [div["aria-label"] for div in full.all("div") if div.get("role") == "img"]
     for panel in curves.PANELS:
         (label,) = [text for text in labels if text.startswith(f"{panel.title}. ")]
-        assert label.count(" at step 1,") == len(panel.series)
-        assert label.count(" at step 2") == len(panel.series)
+        # What is measured now and then begins with the untrained network, at step 0.
+        begun = label.count(" at step 1,") + label.count(" at step 0,")
+        assert begun == label.count(" at step 2") == len(panel.series)
 
 
 def test_every_figure_has_words_for_those_who_do_not_see_it(full: Page) -> None:
@@ -367,3 +386,118 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a run directory"):
         report.write(Run(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------ in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(
+    full: Page, trained: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Browser]:
+    """The page of the trained run in Chromium, which must be there: see tests/browser.py."""
+    with Browser(tmp_path_factory.mktemp("chromium")) as shown:
+        shown.open(trained.path / "report.html")  # the first page pays for the start
+        yield shown
+
+
+def picture(browser: Browser, selector: str) -> list[str]:
+    """The colours of the patches of an explorer's map."""
+    return list(browser.ask(f"[...document.querySelectorAll('{selector}')].map(c => c.style.fill)"))
+
+
+def test_the_page_is_drawn_within_two_seconds_without_complaint_or_request(
+    browser: Browser, trained: Run
+) -> None:
+    assert browser.open(trained.path / "report.html") <= 2.0
+    assert browser.errors == []
+    assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
+    assert len({url for url in browser.requests if url.startswith("file:")}) == 1
+    pixels = np.asarray(Image.open(io.BytesIO(browser.screenshot())).convert("RGB"))
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50  # not blank
+
+
+def test_a_click_on_a_hidden_patch_changes_the_heat_map_and_one_on_a_seen_patch_does_not(
+    browser: Browser,
+) -> None:
+    heat = "#prediction-explorer figure:nth-child(2) [data-patch]"
+    cell = '#prediction-explorer figure:nth-child(1) [data-patch="{}"]'
+    hidden = browser.ask(
+        "[...document.querySelectorAll('#prediction-explorer .hidden')].map(c => c.dataset.patch)"
+    )
+    seen = browser.ask("document.querySelector('#prediction-explorer .seen').dataset.patch")
+    said = "document.getElementById('prediction-said').textContent"
+    told = []
+    for patch in (hidden[0], hidden[-1]):
+        browser.click(cell.format(patch))
+        told.append((picture(browser, heat), browser.ask(said)))
+    assert told[0][0] != told[1][0]
+    assert told[0][1] != told[1][1]
+    browser.click(cell.format(seen))
+    assert (picture(browser, heat), browser.ask(said)) == told[1]
+
+
+def test_another_checkpoint_and_another_image_change_the_heat_map(browser: Browser) -> None:
+    heat = "#prediction-explorer figure:nth-child(2) [data-patch]"
+    before = picture(browser, heat)
+    browser.ask("document.getElementById('prediction-step').focus()")
+    browser.key("ArrowUp")
+    other = picture(browser, heat)
+    assert other != before
+    browser.click("#prediction-explorer .picks button:nth-child(2)")
+    assert picture(browser, heat) != other
+
+
+def test_the_positions_are_explored_by_clicks_and_by_keys(browser: Browser) -> None:
+    maps = "#position-explorer [data-patch]"
+    browser.click('#position-explorer figure:nth-child(1) [data-patch="0"]')
+    first = picture(browser, maps)
+    browser.ask("document.querySelector('#position-explorer .patches').focus()")
+    browser.key("ArrowRight")
+    assert picture(browser, maps) != first
+    assert "row 1, column 2" in browser.ask("document.getElementById('position-said').textContent")
+
+
+def test_a_curve_tells_values_zooms_and_comes_back(browser: Browser) -> None:
+    chart, labels = "document.querySelector('#chart-0 svg')", "#chart-0 text"
+    texts = f"[...document.querySelectorAll('{labels}')].map(t => t.textContent).join(' ')"
+    whole = browser.ask(texts)
+    browser.ask(f"{chart}.scrollIntoView({{block: 'center'}})")
+    x, y, wide = browser.ask(
+        f"(r => [r.x, r.y + r.height / 2, r.width])({chart}.getBoundingClientRect())"
+    )
+    browser.mouse("mouseMoved", x + 0.5 * wide, y)
+    assert "loss" in browser.ask("document.querySelector('#chart-0 .readout').textContent")
+    browser.mouse("mousePressed", x + 0.3 * wide, y)
+    browser.mouse("mouseMoved", x + 0.6 * wide, y)
+    browser.mouse("mouseReleased", x + 0.6 * wide, y)
+    assert browser.ask(texts) != whole
+    browser.ask(f"{chart}.focus()")
+    browser.key("0")
+    assert browser.ask(texts) == whole
+    assert browser.errors == []
+
+
+def test_hostile_text_runs_nothing_in_a_browser(
+    trained: Run, browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "<img src=x onerror=alert(1)>"
+    shutil.copytree(trained.path, path)
+    about = trained.about
+    about["data"]["source"] = about["starts"][0]["host"] = "".join(PAYLOADS)
+    (path / "run.json").write_text(json.dumps(about))
+    other = hostile(trained, tmp_path / "other", PAYLOADS[2])
+    browser.requests.clear()
+    browser.open(report.write(Run(path), Pixels(), others=[other], out=tmp_path / "page.html"))
+    assert browser.errors == []
+    assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
+    assert browser.ask("document.querySelectorAll('[onerror], iframe').length") == 0
+    assert "onerror" in browser.ask("document.querySelector('h1').textContent")
+
+
+def test_several_runs_are_on_one_page(trained: Run, full: Page, tmp_path: Path) -> None:
+    page = Page(report.write(trained, Pixels(), others=[trained], out=tmp_path / "both.html"))
+    assert "Beside other runs" in page.text
+    data = json.loads(next(text for text in page.scripts if text.startswith("{")))
+    assert {line["run"] for line in data["charts"][0]["lines"]} == {0, 1}
+    assert "Beside other runs" not in full.text

@@ -94,10 +94,6 @@ class Signs(NamedTuple):
         """`key` now, over that of the untrained network."""
         return self.now[key] / max(1e-12, self.start[key])
 
-    def half_way(self, key: str) -> float:
-        """The same at half of the way."""
-        return self.half[key] / max(1e-12, self.start[key])
-
     def of_best(self, key: str) -> float:
         """`key` now, over the best it has been since the start."""
         return self.now[key] / max(1e-12, *(row[key] for row in self.rows))
@@ -119,24 +115,36 @@ COLLAPSED = (
 RULES = (
     Rule(
         "collapse",
-        lambda s: s.now["target_image_share"] < 0.02 or s.now["target_rank"] < 1.6,
+        lambda s: s.now["target_image_share"] < 0.02,
         "the targets are the same for all images",
         COLLAPSED,
     ),
     Rule(
         "collapse",
-        lambda s: s.now["target_spread"] < 0.05,
-        "the targets hardly differ from their mean",
+        lambda s: s.now["target_spread"] < 0.05 or s.now["target_rank"] < 1.6,
+        "the targets are the same everywhere",
         COLLAPSED,
+    ),
+    Rule(
+        "collapse",
+        lambda s: s.relative("target_rank") < 0.2,
+        "the targets fill hardly any of the directions of the untrained network",
+        COLLAPSED[1:],
+    ),
+    Rule(
+        "partial collapse",
+        lambda s: s.relative("target_rank") < 0.4,
+        "the targets fill far fewer directions than those of the untrained network",
+        COLLAPSED[1:],
     ),
     Rule(
         "partial collapse",
         lambda s: (
-            s.relative("target_rank") < 0.6
-            and max(s.relative("target_spread"), s.half_way("target_spread")) < 0.5
-            and s.now["skill"] < 0.03
+            s.relative("target_rank") < 0.65
+            and s.relative("target_spread") < 0.7
+            and s.now["skill"] < 0.02
         ),
-        "the targets have lost most of their spread and of their directions, and do not recover",
+        "the targets have lost spread and directions, and the predictor has learned nothing",
         COLLAPSED[1:],
     ),
     Rule(
@@ -205,8 +213,8 @@ def _best(verdict: Verdict, rows: Sequence[Row]) -> int | None:
 
 
 SHOWN = (
-    ("target_rank", "effective rank of the targets", "above 0.6 of untrained"),
-    ("target_spread", "spread of the targets", "above half of untrained"),
+    ("target_rank", "effective rank of the targets", "above 0.65 of untrained"),
+    ("target_spread", "spread of the targets", "above 0.7 of untrained"),
     ("target_image_share", "share of the targets that images decide", "above 0.02, rises"),
     ("predicted_image_share", "share of the predictions that images decide", "above 0.05"),
     ("predicted_mean_share", "share of the predictions that is the mean target", "falls"),

@@ -57,16 +57,20 @@ def probe(images: Images, config: Config, count: int = PROBE) -> Probe:
     """`count` of the images, or all if they are fewer; those that cannot be read are replaced."""
     count = min(count, len(images))
     chosen = numpy_generator("probe", config.seed).choice(len(images), count, replace=False)
-    crops = Crops(images, config)
+    crops, size = Crops(images, config), config.image_size
     pairs = [[crops[(-1 - view, i)].image for view in range(2)] for i in chosen.tolist()]
-    usable = [k for k, pair in enumerate(pairs) if pair[0] is not None and pair[1] is not None]
-    views = [torch.stack([pairs[k][view] for k in usable]) for view in range(2)]  # type: ignore[misc]
+    usable = [k for k, pair in enumerate(pairs) if all(image is not None for image in pair)]
+    views = torch.empty(2, len(usable), 3, size, size, dtype=torch.uint8)
+    for place, k in enumerate(usable):
+        for view, image in enumerate(pairs[k]):
+            if image is not None:
+                views[view, place] = image
     labels = {
         name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
         for name, values in images.labels.items()
     }
     few = {name: y for name, y in labels.items() if 1 < len(y.unique()) <= len(y) // 8}
-    return Probe(torch.stack(views), _masks(config), few)
+    return Probe(views, _masks(config), few)
 
 
 def _masks(config: Config) -> Masks:
