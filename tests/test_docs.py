@@ -36,9 +36,12 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name: runs, and images with labels."""
     root = tmp_path_factory.mktemp("docs")
-    for name in ("first", "b16"):
-        pretrain(NoiseImages(), root / "runs" / name, tiny(seed=len(name)), stop_at=1)
     write_folder(root / "my_images", 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        certain = tiny(positions={"kind": "sincos", "sigma": None})
+        for name, config in {"first": tiny(), "b16": tiny(seed=1), "ijepa": certain}.items():
+            pretrain("my_images", f"runs/{name}", config, stop_at=1)
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
         write_folder(root / part, 40)
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))

@@ -95,8 +95,13 @@ class Signs(NamedTuple):
         return self.now[key] / max(1e-12, self.start[key])
 
     def of_best(self, key: str) -> float:
-        """`key` now, over the best it has been since the start."""
-        return self.now[key] / max(1e-12, *(row[key] for row in self.rows))
+        """`key` now, over the most it has ever been."""
+        return self.now[key] / max(1e-12, *(row[key] for row in self.rows), self.start[key])
+
+    def risen(self, key: str) -> float:
+        """`key` now, over the least it has been; 1 if it was not logged."""
+        known = [row[key] for row in self.rows if key in row]
+        return known[-1] / max(1e-12, min(known)) if known else 1.0
 
 
 class Rule(NamedTuple):
@@ -132,6 +137,20 @@ RULES = (
         COLLAPSED[1:],
     ),
     Rule(
+        "over-training",
+        lambda s: (
+            s.of_best("target_rank") < 0.65
+            and s.now["target_rank"] < s.half["target_rank"]
+            and s.relative("target_spread") > 0.7
+            and s.risen("loss") > 2
+        ),
+        "the loss has long risen while the targets lose directions and keep their spread",
+        (
+            "stop earlier: fewer --optim.epochs, or more images",
+            "lower --optim.lr and --optim.final_lr, or raise --optim.ema",
+        ),
+    ),
+    Rule(
         "partial collapse",
         lambda s: s.relative("target_rank") < 0.4,
         "the targets fill far fewer directions than those of the untrained network",
@@ -146,16 +165,6 @@ RULES = (
         ),
         "the targets have lost spread and directions, and the predictor has learned nothing",
         COLLAPSED[1:],
-    ),
-    Rule(
-        "over-training",
-        lambda s: (
-            max(row["skill"] for row in s.rows) > 0.05
-            and s.of_best("skill") < 0.6
-            and s.of_best("target_rank") < 0.8
-        ),
-        "predictions and the rank of the targets have passed their best and fall",
-        ("stop earlier: fewer --optim.epochs", "or lower --optim.lr and --optim.final_lr"),
     ),
     Rule(
         "healthy",
@@ -207,8 +216,8 @@ def measurements(metrics: Sequence[Row]) -> tuple[Row | None, list[Row]]:
 
 def _best(verdict: Verdict, rows: Sequence[Row]) -> int | None:
     """The step whose weights are worth keeping."""
-    if verdict == "over-training":
-        return int(max(rows, key=lambda row: row["skill"])["step"])
+    if verdict == "over-training":  # the most directions that images decide
+        return int(max(rows, key=lambda r: r["target_rank"] * r["target_image_share"])["step"])
     return int(rows[-1]["step"]) if verdict == "healthy" else None
 
 
@@ -268,13 +277,12 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
         return _examine_weights(path, data)
     if not (path / "run.json").exists():
         raise UserError(f"{path}: not a run directory; a checkpoint is measured on --data IMAGES")
-    run = Run(path)
-    found = diagnose(run.metrics)
-    if found.step is None and run.metrics:
+    metrics = Run(path).metrics
+    if metrics and measurements(metrics) == (None, []):
         raise UserError(
             f"{path}: this run has measured nothing (runtime.health_every); give --data IMAGES"
         )
-    return found
+    return diagnose(metrics)
 
 
 def _examine_weights(path: Path, data: str) -> Diagnosis:

@@ -179,6 +179,7 @@ def _predictions(predicted: Tensor, target: Tensor) -> dict[str, float]:
     }
 
 
+@torch.no_grad()
 def noise_to_signal(model: MaskedImageModel) -> float:
     """Power of A n over that of psi + m~, for masked tokens: 0 is certainty about places."""
     predictor, positions = model.predictor, model.predictor.positions

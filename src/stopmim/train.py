@@ -47,6 +47,7 @@ from stopmim.faults import faultpoint
 from stopmim.health import Health, due_every, probe
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
+from stopmim.mirror import Mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.predictor import Noise, Predictor
@@ -274,7 +275,7 @@ def _train(
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)
     if world.first:
-        metrics = Metrics(path, step)
+        metrics, mirror = Metrics(path, step), Mirror(runtime.mirror, path, step)
     bad_files = BadFiles(path, len(images), config.data.max_bad)
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
@@ -350,6 +351,7 @@ def _train(
                 line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
                     metrics.write(line)
+                    mirror.write(line)
                 if news := watch.see(line):
                     say(news)
                 ticker.update(
