@@ -181,8 +181,9 @@ def test_noise_to_signal_is_the_power_of_the_draws(model: MaskedImageModel) -> N
     index = torch.arange(36).expand(400, 1, 36)
     noise = predictor.draw(index[:, 0], index, seeded()).masked
     assert noise is not None
-    power = torch.nn.functional.linear(noise, predictor.noise_layer.weight).square().sum(-1).mean()
-    signal = predictor.positions.mean(index).square().sum(-1).mean()
+    moved = torch.nn.functional.linear(noise, predictor.noise_layer.weight.detach())
+    power = moved.square().sum(-1).mean()
+    signal = predictor.positions.mean(index).square().sum(-1).mean().detach()
     assert health.noise_to_signal(model) == pytest.approx(float(power / signal), rel=0.05)
     certain = build(configure(tiny(positions={"kind": "sincos", "sigma": None})))
     assert health.noise_to_signal(certain) == 0.0

@@ -178,7 +178,7 @@ RULES = (
             max(s.now["skill"], s.half["skill"]) < 0.03
             and max(s.now["predicted_image_share"], s.half["predicted_image_share"]) < 0.02
             and min(s.now["skill"], s.half["skill"]) > -0.3
-            and s.now["target_image_share"] < 1.2 * s.half["target_image_share"]
+            and s.now["target_image_share"] < 1.05 * s.half["target_image_share"]
         ),
         "the predictor knows the place of a patch and nothing of the image",
         (

@@ -29,7 +29,7 @@ class Shrinkage(NamedTuple):
     norm: np.ndarray  # (b,) of A, relative to its start
 
 
-def toy(*, tied: bool, steps: int = 600, seed: int = 1) -> Shrinkage:
+def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
     """Gradient descent on the expected loss of the proposition's regression task."""
     g = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ class Uncertainty(NamedTuple):
     views: list[Preview]
     error: np.ndarray  # (n, side, side) mean squared error per component, over masks and draws
     spread: np.ndarray  # (n, side, side) variance of the prediction over the draws
-    count: np.ndarray  # (n, side, side) how often the patch was hidden; both are nan where never
+    times: np.ndarray  # (n, side, side) how often the patch was hidden; both are nan where never
 
 
 @torch.no_grad()
