@@ -72,6 +72,8 @@ def test_a_command_works_as_written(
             assert parse(["eval", protocol, *words]) is not None  # test_suite.py has the whole
         case ["stopmim", "eval", "finetune", *words]:
             assert main(["eval", "finetune", *words, "--epochs", "1"]) == 0
+        case ["stopmim", "analyse", "all", *words]:
+            assert parse(["analyse", "all", *words]) is not None  # test_analyse.py draws them all
         case ["stopmim", *words]:
             assert main(words) == 0
         case ["python", script]:

@@ -58,7 +58,7 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
     draws = torch.cartesian_prod(*[math.sqrt(SIGMA) * nodes] * ENCODER)  # (Q, D)
     weight = torch.cartesian_prod(*[weights / weights.sum()] * ENCODER).prod(dim=1)  # (Q,)
     index = torch.arange(SIDE * SIDE).expand(len(draws), -1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.012)
     norms = []
     for _ in range(steps):
         norms.append(float(noise.weight.detach().norm()))
