@@ -286,7 +286,9 @@ def _train(
     save_every = runtime.save_every or per_epoch
     bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
     model.train()
-    health_every = due_every(config)
+    # Not of a sharded model: FSDP lets nobody in but through its own forward.
+    sharded = world.size > 1 and runtime.parallel == "fsdp"
+    health_every = 0 if sharded else due_every(config)
     health = Health(probe(images, config), device, amp) if health_every else None
     untrained = health.measure(model) if health and not step else None
     watch = Watch(Run(path).metrics)
