@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
@@ -19,8 +20,26 @@ def _nothing_is_kept_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def timm() -> Any:
-    """timm, which needs torchvision, whose wheel for Linux is a CUDA build.
+def timm(torchvision: None) -> Any:
+    import timm
+
+    return timm
+
+
+@pytest.fixture(scope="session")
+def transformers(torchvision: None) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+@pytest.fixture(scope="session")
+def torchvision() -> None:
+    """torchvision, which timm and transformers need, and whose wheel for Linux is a CUDA build.
 
     Beside a CPU build of torch its import fails for want of two operators (pytorch/vision#9085).
     Nobody calls them: it is enough to declare them. Where they exist that would be an error.
@@ -36,9 +55,6 @@ def timm() -> Any:
         for op in ("nms", "qnms"):
             schema = f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             _DECLARED[0].define(schema)
-    import timm
-
-    return timm
 
 
 _DECLARED: list[torch.library.Library] = []  # they last as long as this does

@@ -188,7 +188,7 @@ def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) 
     """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
     problems = [f"missing {key} {tuple(want[key].shape)}" for key in want.keys() - weights.keys()]
     problems += [
-        f"unexpected {key} {tuple(weights[key].shape)}" for key in weights.keys() - want.keys()
+        f"unexpected {key[:80]} {tuple(weights[key].shape)}" for key in weights.keys() - want.keys()
     ]
     problems += [
         f"{key} is {tuple(weights[key].shape)}, the model has {tuple(want[key].shape)}"

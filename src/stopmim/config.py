@@ -180,6 +180,10 @@ class Config(Section):
     arch: str = "vit_b16"
     """vit_<size><patch>: micro, ti, s, b, l, h or g, at any patch size"""
     image_size: int = Field(default=224, ge=1)
+    class_token: bool = False
+    """a token that is no patch before the others: needed to go on from MAE, DINO or iBOT"""
+    init: str | None = None
+    """file or run whose encoder the run begins with, instead of random weights"""
     seed: int = Field(default=0, ge=0)
     compat: Compat | None = None
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""

@@ -7,20 +7,13 @@ something else, every parameter is filled, and nothing is guessed: whatever is n
 refused in one line.
 """
 
-import argparse
-import json
 import math
-import pickle
 import re
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stopmim import checkpoint
@@ -28,6 +21,8 @@ from stopmim.arch import SIZES
 from stopmim.data2vec import CLASS, RelativeTransformer
 from stopmim.errors import CheckpointError, UserError
 from stopmim.keys import torch_generator
+from stopmim.positions import sincos_2d
+from stopmim.untrusted import one_line, read_json, read_tree
 from stopmim.vit import Encoder, VisionTransformer
 
 Branch = Literal["target", "context"]
@@ -62,14 +57,25 @@ _AROUND = {
     "layernorm": "norm",
 }
 _QKV = "encoder.layer.{}.attention.attention.{}.{}"
+# In memory, models of transformers 5 have other names; files have these only on request.
+_RENAMED = {
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+HF_FILES = ("model.safetensors", "pytorch_model.bin")
 HF_KINDS = ("ijepa", "vit", "vit_mae")
 
+ROUNDING = 0.01  # of a table of positions kept in half precision
 AGREE = 1e-4  # relative difference allowed between the features of a timm model and of ours
 
 
 def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> Encoder:
     """The encoder in `tree`, which was read from the file `source`, in evaluation mode."""
-    weights = unwrap(tree, branch, source)
+    weights, fixed = unwrap(tree, branch, source)
     encoder: VisionTransformer | RelativeTransformer
     if DISTANCES in weights:
         weights.pop(INDEX, None)  # it follows from the size of the table
@@ -77,29 +83,16 @@ def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> Enco
     else:
         encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights)
     fill(encoder, weights, source)
+    if isinstance(encoder, VisionTransformer):
+        check_positions(encoder.pos_embed, source, fixed=fixed)
     return encoder.eval()
 
 
-def read_tree(path: Path) -> Any:
-    """What is in a .safetensors file or in a pickle, of which nothing is executed."""
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: refused or damaged: {_one_line(error)}") from None
-    try:
-        # MAE, DINO and iBOT keep their command line in a Namespace, which only holds values.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")  # about old pickle protocols, in several lines
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path}: refused or damaged: {_one_line(error)}") from None
-    except (zipfile.BadZipFile, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint: {error}") from None
+def unwrap(tree: Any, branch: Branch, source: str) -> tuple[State, bool]:
+    """The weights of the encoder in `tree`, under timm's names; whether its positions are fixed.
 
-
-def unwrap(tree: Any, branch: Branch, source: str) -> State:
-    """The weights of the encoder in `tree`, under timm's names, and nothing else."""
+    They are if a decoder of MAE lies beside it. An encoder alone does not tell where it comes from.
+    """
     where = "top-level"
     for names in (TRUNK, (BRANCHES[branch],), *((name,) for name in CONTAINERS)):
         if isinstance(tree, Mapping) and isinstance(tree.get(names[0]), Mapping):
@@ -108,8 +101,7 @@ def unwrap(tree: Any, branch: Branch, source: str) -> State:
                     raise CheckpointError(f"{source}: no {'.'.join(names)} in it")
                 tree, where = tree[name], name
     if not isinstance(tree, Mapping) or not any("patch_embed.proj" in str(key) for key in tree):
-        keys = ", ".join(map(str, list(tree)[:8])) if isinstance(tree, Mapping) else "none"
-        raise CheckpointError(f"{source}: no encoder in it; its {where} keys are {keys}")
+        raise CheckpointError(f"{source}: no encoder in it; its {where} keys are {keys_of(tree)}")
     weights = {}
     for name, value in tree.items():
         key = WRAPPERS.sub("", str(name))
@@ -120,7 +112,14 @@ def unwrap(tree: Any, branch: Branch, source: str) -> State:
         if key in weights:
             raise CheckpointError(f"{source}: {key} is in it twice, as {name} and without a prefix")
         weights[key] = value
-    return weights
+    return weights, any("decoder_pos_embed" in str(name) for name in tree)
+
+
+def keys_of(tree: Any) -> str:
+    """The first keys of `tree`, for a message."""
+    return (
+        ", ".join(str(key)[:60] for key in list(tree)[:8]) if isinstance(tree, Mapping) else "none"
+    )
 
 
 def encoder_like(
@@ -145,9 +144,10 @@ def encoder_like(
         raise ValueError(f"heads must be at least 1, got {heads}")
     depth, heads = block_count(weights, "blocks."), heads or known[width]
     try:
-        return VisionTransformer(
-            side * patch, patch, width, depth, heads, hidden / width, class_token
-        )
+        with torch.device("meta"):  # without memory, until it is known to fit: see `fill`
+            return VisionTransformer(
+                side * patch, patch, width, depth, heads, hidden / width, class_token
+            )
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
 
@@ -164,7 +164,8 @@ def relative_like(weights: State, source: str, heads: int | None) -> RelativeTra
         if heads not in (None, own):
             raise ValueError(f"it has {own} heads, not {heads}")
         depth = block_count(weights, "blocks.")
-        return RelativeTransformer(side, patch, width, depth, own, hidden)
+        with torch.device("meta"):
+            return RelativeTransformer(side, patch, width, depth, own, hidden)
     except (KeyError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{source}: not an encoder of data2vec: {error}") from None
 
@@ -175,8 +176,36 @@ def block_count(weights: State, prefix: str) -> int:
 
 
 def fill(module: nn.Module, weights: State, source: str) -> None:
+    """Gives a `module` without memory copies of `weights`, in float32, all of them or none."""
     checkpoint.check_fit(weights, module.state_dict(), source)
-    module.load_state_dict(weights)
+    for key, value in weights.items():
+        if not value.is_floating_point():
+            raise CheckpointError(f"{source}: {key} is of {value.dtype}, not of floating point")
+        if not value.isfinite().all():
+            raise CheckpointError(f"{source}: {key} has values that are not finite")
+    own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
+    module.load_state_dict(own, assign=True)
+
+
+def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
+    """Refuses a table (1, N or 1 + N, P) with rows and columns swapped or, if `fixed`, any other
+    than the sine-cosine table that MAE, I-JEPA and StoP never train.
+
+    (Hugging Face and timm do train it when they fine-tune.)
+    """
+    side, width = math.isqrt(table.shape[1]), table.shape[2]
+    if width % 4:
+        return  # there is no such table; a file that should have it did not fit
+    right = sincos_2d(side, width)
+    swapped = right.view(side, side, width).transpose(0, 1).flatten(0, 1)
+    found = table[0, -len(right) :].float()
+    is_right, is_swapped = (
+        torch.allclose(found, other, atol=ROUNDING, rtol=0) for other in (right, swapped)
+    )
+    if is_right or not (is_swapped or fixed):
+        return
+    what = "have rows and columns swapped" if is_swapped else "are not its project's fixed table"
+    raise CheckpointError(f"{source}: its positions {what} (sine-cosine of {side}x{side})")
 
 
 def set_eps(encoder: VisionTransformer, eps: float) -> None:
@@ -190,29 +219,33 @@ def set_eps(encoder: VisionTransformer, eps: float) -> None:
 
 def load_huggingface(folder: Path, heads: int | None) -> VisionTransformer:
     """The encoder of a folder that `save_pretrained` made of an I-JEPA, ViT or ViT-MAE model."""
-    source = str(folder)
+    source, config = str(folder), read_json(folder / "config.json")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind, act = config["model_type"], config.get("hidden_act", "gelu")
         own, eps = int(config["num_attention_heads"]), float(config.get("layer_norm_eps", 1e-12))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: unreadable: {error}") from None
     if kind not in HF_KINDS or act != "gelu":
         raise CheckpointError(
             f"{source}: a {kind} model with {act}; known are {', '.join(HF_KINDS)} with gelu"
         )
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder / 'model.safetensors'}: no such file")
-    weights = from_huggingface(read_tree(folder / "model.safetensors"), source)
+    files = [folder / name for name in HF_FILES if (folder / name).is_file()]
+    if not files:
+        raise CheckpointError(f"{folder / HF_FILES[0]}: no such file")
+    weights = from_huggingface(read_tree(files[0]), source)
     encoder = encoder_like(weights, source, heads or own, class_token="cls_token" in weights)
     fill(encoder, weights, source)
     set_eps(encoder, eps)
+    check_positions(encoder.pos_embed, source, fixed=False)
     return encoder
 
 
-def from_huggingface(tree: State, source: str) -> State:
+def from_huggingface(tree: Any, source: str) -> State:
     """The weights under timm's names; queries, keys and values become one matrix, in this order."""
-    tree = {re.sub(r"^(ijepa|vit)\.", "", key): value for key, value in tree.items()}
+    if not isinstance(tree, Mapping) or not all(isinstance(v, Tensor) for v in tree.values()):
+        raise CheckpointError(f"{source}: no weights in it; its keys are {keys_of(tree)}")
+    tree = {re.sub(r"^(ijepa|vit)\.", "", str(key)): value for key, value in tree.items()}
+    tree = {_in_files(key): value for key, value in tree.items()}
     tree = {key: value for key, value in tree.items() if not key.startswith(BESIDE_HF)}
     weights = {}
     for n in range(block_count(tree, "encoder.layer.")):
@@ -236,6 +269,14 @@ def from_huggingface(tree: State, source: str) -> State:
     return weights
 
 
+def _in_files(key: str) -> str:
+    """The name in files of what models of transformers 5 call `key`."""
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", key)
+    if layer is None:
+        return key
+    return f"encoder.layer.{layer[1]}.{_RENAMED.get(layer[2], layer[2])}.{layer[3]}"
+
+
 # ---------------------------------------------------------------------------------------- timm
 
 
@@ -244,12 +285,12 @@ def load_timm(name: str) -> VisionTransformer:
     try:
         import timm
     except (ImportError, RuntimeError) as error:
-        reason = f"timm cannot be imported ({_one_line(error)})"
+        reason = f"timm cannot be imported ({one_line(error)})"
         raise UserError(f'timm:{name}: {reason}; pip install "stopmim[interop]"') from None
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # unknown names, no network, no such weights: all kinds of types
-        raise CheckpointError(f"timm:{name}: {_one_line(error)}") from None
+        raise CheckpointError(f"timm:{name}: {one_line(error)}") from None
     return from_timm(model, f"timm:{name}")
 
 
@@ -263,8 +304,8 @@ def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
     try:
         heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
     except (AttributeError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{source}: not a plain ViT: {_one_line(error)}") from None
-    weights = unwrap(inner.state_dict(), "target", source)
+        raise CheckpointError(f"{source}: not a plain ViT: {one_line(error)}") from None
+    weights, _ = unwrap(inner.state_dict(), "target", source)
     encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights).eval()
     fill(encoder, weights, source)
     set_eps(encoder, eps)
@@ -276,7 +317,3 @@ def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
     if not (theirs - ours).norm() <= AGREE * theirs.norm():
         raise CheckpointError(f"{source}: the same weights in a plain ViT give other features")
     return encoder
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -8,21 +8,60 @@ and every parameter filled: there is no such thing as a partly random encoder. P
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from stopmim import checkpoint, foreign
 from stopmim.arch import SIZES
 from stopmim.config import Config
 from stopmim.errors import CheckpointError
-from stopmim.foreign import Branch, State, block_count, encoder_like, fill
+from stopmim.foreign import Branch, State, block_count, check_positions, encoder_like, fill
 from stopmim.mim import MaskedImageModel, build
 from stopmim.positions import Positions, StochasticPositions
 from stopmim.predictor import Predictor
-from stopmim.vit import Encoder, VisionTransformer
+from stopmim.untrusted import metadata, one_line, read_tree
+from stopmim.vit import EPS, Encoder, VisionTransformer
 
 PARTS = ("encoder", "target_encoder", "predictor")  # of a released file
+
+# What we write into exported files beside the weights, which cannot tell it.
+ENCODER_TAG, PREDICTOR_TAG = "stopmim.encoder", "stopmim.predictor"
+
+
+class Shape(NamedTuple):
+    """What two encoders must have in common to have weights in common."""
+
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    class_token: bool
+
+    @classmethod
+    def of(cls, encoder: VisionTransformer) -> "Shape":
+        hidden = encoder.blocks[0].mlp.fc1.out_features
+        depth, heads = len(encoder.blocks), encoder.heads
+        return cls(encoder.patch, encoder.width, depth, heads, hidden, bool(encoder.prefix))
+
+    @property
+    def arch(self) -> str | None:
+        """Its name, if it is one of the known sizes."""
+        own = (self.width, self.depth, self.heads, self.hidden)
+        for name, size in SIZES.items():
+            if own == (size.width, size.depth, size.heads, round(size.width * size.mlp_ratio)):
+                return f"vit_{name}{self.patch}"
+        return None
+
+    def __str__(self) -> str:
+        name = f"{self.arch}, " if self.arch else ""
+        token = "with" if self.class_token else "without"
+        return (
+            f"{name}patch {self.patch}, width {self.width}, depth {self.depth}, "
+            f"{self.heads} heads, MLP {self.hidden}, {token} class token"
+        )
 
 
 def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None = None) -> Encoder:
@@ -42,9 +81,14 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
     path = existing(path)
     if path.is_dir() and (path / "config.json").is_file():
         return foreign.load_huggingface(path, heads).eval()
-    tree = None if path.is_dir() else foreign.read_tree(path)
+    tree = None if path.is_dir() else read_tree(path)
     if tree is not None and not is_released(tree):
-        return foreign.load_tree(tree, branch, str(path), heads)
+        tag = metadata(path).get(ENCODER_TAG)
+        own, eps = told(tag and _json(tag, path), path)
+        encoder = foreign.load_tree(tree, branch, str(path), heads or own)
+        if isinstance(encoder, VisionTransformer):
+            foreign.set_eps(encoder, eps)
+        return encoder
     model = (_load_ours(path) if tree is None else _load_released(path, tree, heads)).eval()
     return model.target_encoder if branch == "target" else model.encoder
 
@@ -54,7 +98,7 @@ def load_model(path: str | Path, heads: int | None = None) -> MaskedImageModel:
     path = existing(path)
     if path.is_dir():
         return _load_ours(path).eval()
-    return _load_released(path, foreign.read_tree(path), heads).eval()
+    return _load_released(path, read_tree(path), heads).eval()
 
 
 def existing(path: str | Path) -> Path:
@@ -76,9 +120,14 @@ def _load_ours(path: Path) -> MaskedImageModel:
         path = newest
     elif problem := checkpoint.verify(path):
         raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
-    config = Config.model_validate_json(json.dumps(checkpoint.state(path)["config"]))
-    model = build(config)
-    checkpoint.load(path, model)
+    try:
+        config = Config.model_validate_json(json.dumps(checkpoint.state(path)["config"]))
+        with torch.device("meta"):
+            model = build(config)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path / 'state.json'}: not of a run: {what}") from None
+    fill(model, read_tree(path / "model.safetensors"), str(path))
     return model
 
 
@@ -87,7 +136,7 @@ def _load_released(path: Path, tree: Any, heads: int | None) -> MaskedImageModel
     parts = {}
     for name in PARTS:
         if not isinstance(tree, Mapping) or not isinstance(tree.get(name), Mapping):
-            keys = ", ".join(map(str, list(tree)[:8])) if isinstance(tree, Mapping) else "none"
+            keys = foreign.keys_of(tree)
             raise CheckpointError(f"{path}: no {name} in it; its top-level keys are {keys}")
         # "module." is DistributedDataParallel's; StoP without a launcher has none.
         parts[name] = {str(k).removeprefix("module."): v for k, v in tree[name].items()}
@@ -95,18 +144,51 @@ def _load_released(path: Path, tree: Any, heads: int | None) -> MaskedImageModel
             if not isinstance(value, Tensor):
                 what = type(value).__name__
                 raise CheckpointError(f"{path}: {name}: {key} is no tensor but {what}")
-    encoder = encoder_like(parts["encoder"], str(path), heads)
-    model = MaskedImageModel(encoder, predictor_like(parts["predictor"], encoder, str(path)))
+    own, eps = told(tree.get(ENCODER_TAG), path)
+    class_token = "cls_token" in parts["encoder"] and ENCODER_TAG in tree  # theirs never have one
+    encoder = encoder_like(parts["encoder"], str(path), heads or own, class_token=class_token)
+    with torch.device("meta"):
+        predictor = predictor_like(parts["predictor"], encoder, str(path), tree.get(PREDICTOR_TAG))
+        model = MaskedImageModel(encoder, predictor)
     for name, module in model.named_children():
         fill(module, parts[name], f"{path}: {name}")
+    for name in ("encoder", "target_encoder"):  # a run of ours may have begun with learned ones
+        fixed = ENCODER_TAG not in tree
+        check_positions(parts[name]["pos_embed"], f"{path}: {name}", fixed=fixed)
+    check_positions(parts["predictor"]["predictor_pos_embed"], f"{path}: predictor", fixed=True)
+    for part in (model.encoder, model.target_encoder):
+        foreign.set_eps(part, eps)
     return model
 
 
-def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> Predictor:
-    """A predictor of the architecture and variant of `weights`, from released code.
+def told(tag: Any, source: Path) -> tuple[int | None, float]:
+    """Heads and epsilon of norms, from what `export` noted; None and 1e-6 without it."""
+    if tag is None:
+        return None, EPS
+    try:
+        heads, eps = int(tag["heads"]), float(tag["eps"])
+        if heads < 1 or not 0 <= eps < 1:
+            raise ValueError(f"{heads} heads, epsilon {eps}")
+        return heads, eps
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {ENCODER_TAG} is none of ours: {error}") from None
+
+
+def _json(text: str, source: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: {ENCODER_TAG} is none of ours: {error}") from None
+
+
+def predictor_like(
+    weights: State, encoder: VisionTransformer, source: str, tag: Any = None
+) -> Predictor:
+    """A predictor of the architecture and variant of `weights`, from released code or `export`.
 
     StoP and I-JEPA save the same keys and use them differently, but create them in a different
-    order: `mask_token` comes before `predictor_pos_embed` in I-JEPA and after it in StoP.
+    order: `mask_token` comes before `predictor_pos_embed` in I-JEPA and after it in StoP. Files of
+    ours say it in words, as `tag`.
     """
     try:
         width = weights["predictor_embed.weight"].shape[0]
@@ -118,6 +200,8 @@ def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> P
         raise CheckpointError(f"{source}: not an I-JEPA predictor: {error}") from None
     positions: Positions
     try:
+        if tag is not None:
+            return tagged_predictor(weights, encoder, tag)
         if stop:
             sigma = (0.2 if encoder.width == SIZES["h"].width else 0.25) ** 2
             positions = StochasticPositions(encoder.side, width, sigma, bias="project")
@@ -125,5 +209,73 @@ def predictor_like(weights: State, encoder: VisionTransformer, source: str) -> P
             positions = Positions(encoder.side, width)
         depth = block_count(weights, "predictor_blocks.")
         return Predictor(positions, encoder.width, depth, encoder.heads)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{source}: {one_line(error)}") from None
+
+
+def tagged_predictor(weights: State, encoder: VisionTransformer, tag: Any) -> Predictor:
+    width, side = weights["predictor_embed.weight"].shape[0], encoder.side
+    depth = block_count(weights, "predictor_blocks.")
+    positions: Positions
+    if tag["positions"] == "stochastic":
+        positions = StochasticPositions(side, width, float(tag["sigma"]), bias=tag["bias"])
+    elif tag["positions"] == "sincos":
+        positions = Positions(side, width, bias=tag["bias"])
+    else:
+        raise ValueError(f"{PREDICTOR_TAG}: unknown positions {tag['positions']!r}")
+    return Predictor(positions, encoder.width, depth, int(tag["heads"]), noisy=tag["tokens"])
+
+
+def predictor_tag(predictor: Predictor) -> dict[str, str | int | float]:
+    """What the weights of a predictor do not tell, in words; `predictor_like` reads it."""
+    positions = predictor.positions
+    stochastic = isinstance(positions, StochasticPositions)
+    tokens = "masked"
+    if predictor.noisy_context:
+        tokens = "both" if predictor.noisy_masked else "context"
+    return {
+        "positions": "stochastic" if stochastic else "sincos",
+        "bias": positions.bias,
+        "tokens": tokens,
+        "heads": predictor.predictor_blocks[0].attn.heads,
+    } | ({"sigma": positions.sigma} if isinstance(positions, StochasticPositions) else {})
+
+
+# ---------------------------------------------------------------------- where a run begins
+
+
+def starting_model(config: Config, run: Path) -> MaskedImageModel:
+    """The model a run begins with: new, or with the encoder that ``config.init`` names.
+
+    A run that has checkpoints goes on from them, and does not need the file any more.
+    """
+    model = build(config)
+    if config.init and not any((run / "checkpoints").glob("step-*")):
+        start_from(model, config.init)
+    return model
+
+
+def start_from(model: MaskedImageModel, source: str) -> None:
+    """Gives both encoders of `model` the weights of the encoder in `source`.
+
+    Its positions come along, resized if the images have another size, and stay fixed.
+    """
+    given = load_encoder(source)
+    own = Shape.of(model.encoder)
+    if not isinstance(given, VisionTransformer):
+        raise CheckpointError(
+            f"init: {source}: an encoder of data2vec, which has no plain positions"
+        )
+    theirs = Shape.of(given)
+    if theirs != own:
+        arch = f"--arch {theirs.arch} " if theirs.arch else ""
+        token = f"--class-token {str(theirs.class_token).lower()}"
+        advice = f"set {arch}{token}" if theirs.arch else "no arch has this size"
+        raise CheckpointError(f"init: {source} is {theirs}; the config says {own}: {advice}")
+    state = given.state_dict()
+    side = model.encoder.side
+    state["pos_embed"] = torch.cat(
+        [given.pos_embed[:, : given.prefix], given.positions(side, side)], 1
+    )
+    for part in (model.encoder, model.target_encoder):
+        part.load_state_dict(state)

@@ -80,7 +80,7 @@ def build(config: Config) -> MaskedImageModel:
         raise ValueError("the config is not resolved: call stopmim.config.resolve first")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("init", config.seed))
-        encoder = VisionTransformer.from_arch(config.arch, config.image_size)
+        encoder = VisionTransformer.from_arch(config.arch, config.image_size, config.class_token)
         predictor = Predictor(
             build_positions(config),
             size.width,

@@ -160,7 +160,8 @@ def begin(
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
     """A resumed run has the config it began with; only `runtime` is free."""
-    before, now = dict(flatten(old)), dict(flatten(config.model_dump(mode="json")))
+    before, now = (dict(flatten(tree)) for tree in (old, config.model_dump(mode="json")))
+    before = dict(flatten(Config().model_dump(mode="json"))) | before  # keys it did not know yet
     for key in before.keys() | now.keys():
         if not key.startswith("runtime.") and before.get(key) != now.get(key):
             raise UserError(

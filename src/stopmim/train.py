@@ -45,8 +45,9 @@ from stopmim.errors import (
 )
 from stopmim.faults import faultpoint
 from stopmim.health import Health, due_every, probe
+from stopmim.interop import starting_model
 from stopmim.keys import torch_generator
-from stopmim.mim import Batch, MaskedImageModel, build
+from stopmim.mim import Batch, MaskedImageModel
 from stopmim.mirror import Mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
@@ -262,11 +263,11 @@ def _train(
     total = optim.epochs * per_epoch
     parts = shares(optim.batch_size, runtime.accumulate, world.rank, world.size)
     set_threads(path, runtime.threads)
+    model = starting_model(config, path).to(device)
     if world.first:
         begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
-    model = build(config).to(device)
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None

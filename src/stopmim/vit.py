@@ -160,10 +160,14 @@ class VisionTransformer(nn.Module):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     @classmethod
-    def from_arch(cls, arch: str, image_size: int) -> "VisionTransformer":
+    def from_arch(
+        cls, arch: str, image_size: int, class_token: bool = False
+    ) -> "VisionTransformer":
         """The encoder called `arch`, for example ``"vit_b16"``."""
         size, patch = parse_arch(arch)
-        return cls(image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio)
+        return cls(
+            image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio, class_token
+        )
 
     def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Patches with their positions, (B, N, D), or (B, K, D) of those at `index` (B, K)."""
