@@ -196,6 +196,83 @@ class Report:
         print(report.write(first, images, others=others, out=self.out))
 
 
+Branch = Literal["target", "context"]
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what a file is: whose, which network, how far trained, what can be loaded from it."""
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """a run, a checkpoint, a folder of Hugging Face, or a file of ours or of others"""
+    heads: int | None = None
+    """attention heads, of a width that is no known size"""
+
+    def __call__(self) -> None:
+        from stopmim.identify import identify
+
+        print(identify(self.file, self.heads))
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write an encoder in the form others load, with a README.md that says how."""
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """what to export: anything that `stopmim inspect` knows"""
+    to: Literal["timm", "hf", "onnx", "ijepa", "safetensors"]
+    """ijepa: encoder, target encoder and predictor, as I-JEPA's code saves them"""
+    out: Annotated[Path, arg(metavar="FOLDER")]
+    """a new folder"""
+    branch: Branch = "target"
+    """target: the EMA encoder, which the papers evaluate; context: the trained one"""
+    heads: int | None = None
+    """attention heads, of a width that is no known size"""
+
+    def __call__(self) -> None:
+        from stopmim.export import export
+
+        print(export(self.file, self.to, self.out, branch=self.branch, heads=self.heads))
+
+
+@dataclass(frozen=True)
+class Features:
+    """Write the features of images to a table: names, features, labels if there are any."""
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    """a folder, tar shards, Parquet, .npz, FOLDER@LIST, or scenes[:count[:size[:seed]]]"""
+    encoder: Annotated[str, arg(metavar="FILE")]
+    """anything that `stopmim inspect` knows, or timm:NAME"""
+    out: Annotated[Path, arg(metavar="FILE")]
+    """.npz or .parquet"""
+    layers: int = 1
+    """that many of the last blocks, one after the other"""
+    pool: Literal["auto", "mean", "cls"] = "auto"
+    """mean over patches, or the class token; auto: the class token if there is one"""
+    size: int | None = None
+    """edge of the middle square that is shown; default: what the encoder was made for"""
+    branch: Branch = "target"
+    heads: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __call__(self) -> None:
+        from stopmim.evals.files import write_features
+
+        print(
+            write_features(
+                self.data,
+                self.encoder,
+                self.out,
+                layers=self.layers,
+                pool=self.pool,
+                size=self.size,
+                branch=self.branch,
+                heads=self.heads,
+                device=self.device,
+            )
+        )
+
+
 @dataclass(frozen=True)
 class Bench:
     """Measure speed; one JSON line for each figure."""
@@ -471,6 +548,9 @@ Command = (
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Analyse, subcommand("analyse")]
     | Annotated[Report, subcommand("report")]
+    | Annotated[Features, subcommand("features")]
+    | Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Export, subcommand("export")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Presets, subcommand("presets")]
 )

@@ -43,14 +43,14 @@ DISTANCES, INDEX = (f"rel_pos_bias.relative_position_{name}" for name in ("bias_
 BESIDE_HF = ("decoder.", "pooler.", "classifier.")
 
 # Hugging Face to timm, as its files have them; names of a layer come after "encoder.layer.N.".
-_LAYER = {
+LAYER = {
     "layernorm_before": "norm1",
     "attention.output.dense": "attn.proj",
     "layernorm_after": "norm2",
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
-_AROUND = {
+AROUND = {
     "embeddings.cls_token": "cls_token",
     "embeddings.position_embeddings": "pos_embed",
     "embeddings.patch_embeddings.projection": "patch_embed.proj",
@@ -258,12 +258,12 @@ def from_huggingface(tree: Any, source: str) -> State:
     for name, value in tree.items():
         layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)", name)
         stem, _, kind = name.rpartition(".")
-        if layer and layer[2] in _LAYER:
-            weights[f"blocks.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"] = value
-        elif name in _AROUND:
-            weights[_AROUND[name]] = value
-        elif stem in _AROUND:
-            weights[f"{_AROUND[stem]}.{kind}"] = value
+        if layer and layer[2] in LAYER:
+            weights[f"blocks.{layer[1]}.{LAYER[layer[2]]}.{layer[3]}"] = value
+        elif name in AROUND:
+            weights[AROUND[name]] = value
+        elif stem in AROUND:
+            weights[f"{AROUND[stem]}.{kind}"] = value
         else:
             weights[name] = value  # unknown: `fill` names it
     return weights

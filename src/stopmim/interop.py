@@ -8,7 +8,7 @@ and every parameter filled: there is no such thing as a partly random encoder. P
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, encoder: VisionTransformer) -> "Shape":
-        hidden = encoder.blocks[0].mlp.fc1.out_features
-        depth, heads = len(encoder.blocks), encoder.heads
+        first: Any = encoder.blocks[0]
+        hidden, depth, heads = first.mlp.fc1.out_features, len(encoder.blocks), encoder.heads
         return cls(encoder.patch, encoder.width, depth, heads, hidden, bool(encoder.prefix))
 
     @property
@@ -81,16 +81,23 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
     path = existing(path)
     if path.is_dir() and (path / "config.json").is_file():
         return foreign.load_huggingface(path, heads).eval()
-    tree = None if path.is_dir() else read_tree(path)
-    if tree is not None and not is_released(tree):
-        tag = metadata(path).get(ENCODER_TAG)
-        own, eps = told(tag and _json(tag, path), path)
-        encoder = foreign.load_tree(tree, branch, str(path), heads or own)
-        if isinstance(encoder, VisionTransformer):
-            foreign.set_eps(encoder, eps)
-        return encoder
-    model = (_load_ours(path) if tree is None else _load_released(path, tree, heads)).eval()
+    if not path.is_dir():
+        return encoder_in(read_tree(path), path, branch, heads)
+    model = _load_ours(path).eval()
     return model.target_encoder if branch == "target" else model.encoder
+
+
+def encoder_in(tree: Any, path: Path, branch: Branch, heads: int | None) -> Encoder:
+    """The encoder in `tree`, which was read from the file `path`."""
+    if is_released(tree):
+        model = model_in(tree, path, heads)
+        return model.target_encoder if branch == "target" else model.encoder
+    tag = metadata(path).get(ENCODER_TAG)
+    own, eps = told(tag and _json(tag, path), path)
+    encoder = foreign.load_tree(tree, branch, str(path), heads or own)
+    if isinstance(encoder, VisionTransformer):
+        foreign.set_eps(encoder, eps)
+    return encoder
 
 
 def load_model(path: str | Path, heads: int | None = None) -> MaskedImageModel:
@@ -98,7 +105,7 @@ def load_model(path: str | Path, heads: int | None = None) -> MaskedImageModel:
     path = existing(path)
     if path.is_dir():
         return _load_ours(path).eval()
-    return _load_released(path, read_tree(path), heads).eval()
+    return model_in(read_tree(path), path, heads)
 
 
 def existing(path: str | Path) -> Path:
@@ -131,8 +138,8 @@ def _load_ours(path: Path) -> MaskedImageModel:
     return model
 
 
-def _load_released(path: Path, tree: Any, heads: int | None) -> MaskedImageModel:
-    """A ``.pth.tar`` of amirbar/StoP or facebookresearch/ijepa, read as `tree`."""
+def model_in(tree: Any, path: Path, heads: int | None) -> MaskedImageModel:
+    """The model in `tree`, read from a ``.pth.tar`` of StoP's or I-JEPA's code, or of `export`."""
     parts = {}
     for name in PARTS:
         if not isinstance(tree, Mapping) or not isinstance(tree.get(name), Mapping):
@@ -158,7 +165,7 @@ def _load_released(path: Path, tree: Any, heads: int | None) -> MaskedImageModel
     check_positions(parts["predictor"]["predictor_pos_embed"], f"{path}: predictor", fixed=True)
     for part in (model.encoder, model.target_encoder):
         foreign.set_eps(part, eps)
-    return model
+    return model.eval()
 
 
 def told(tag: Any, source: Path) -> tuple[int | None, float]:
@@ -226,19 +233,26 @@ def tagged_predictor(weights: State, encoder: VisionTransformer, tag: Any) -> Pr
     return Predictor(positions, encoder.width, depth, int(tag["heads"]), noisy=tag["tokens"])
 
 
-def predictor_tag(predictor: Predictor) -> dict[str, str | int | float]:
+def encoder_tag(encoder: VisionTransformer) -> dict[str, int | float]:
+    """What the weights of an encoder do not tell; `told` reads it."""
+    return {"heads": encoder.heads, "eps": encoder.norm.eps}
+
+
+def predictor_tag(predictor: Predictor) -> dict[str, Any]:
     """What the weights of a predictor do not tell, in words; `predictor_like` reads it."""
-    positions = predictor.positions
-    stochastic = isinstance(positions, StochasticPositions)
+    positions, first = predictor.positions, cast(Any, predictor.predictor_blocks[0])
     tokens = "masked"
     if predictor.noisy_context:
         tokens = "both" if predictor.noisy_masked else "context"
-    return {
-        "positions": "stochastic" if stochastic else "sincos",
+    tag = {
+        "positions": "sincos",
         "bias": positions.bias,
         "tokens": tokens,
-        "heads": predictor.predictor_blocks[0].attn.heads,
-    } | ({"sigma": positions.sigma} if isinstance(positions, StochasticPositions) else {})
+        "heads": first.attn.heads,
+    }
+    if isinstance(positions, StochasticPositions):
+        tag |= {"positions": "stochastic", "sigma": positions.sigma}
+    return tag
 
 
 # ---------------------------------------------------------------------- where a run begins

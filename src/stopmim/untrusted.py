@@ -46,7 +46,7 @@ def metadata(path: Path) -> dict[str, str]:
     """The words in the header of a .safetensors file that `read_tree` accepted; or none."""
     if path.suffix != ".safetensors":
         return {}
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         return file.metadata() or {}
 
 

@@ -1,0 +1,399 @@
+"""Exports: whoever loads one gets the features we have, and nobody the wrong branch or predictor."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import stopmim
+from helpers import GOLDEN, seeded
+from stopmim.cli import main
+from stopmim.errors import CheckpointError, StorageError, UserError
+from stopmim.export import export
+from stopmim.foreign import from_timm, set_eps
+from stopmim.identify import identify
+from stopmim.interop import PREDICTOR_TAG
+from stopmim.mim import MaskedImageModel
+from stopmim.positions import Positions, StochasticPositions
+from stopmim.run import Run
+from stopmim.vit import VisionTransformer
+from tiny import NoiseImages, tiny
+
+Format = Literal["timm", "hf", "onnx", "ijepa", "safetensors"]
+FORMATS: tuple[Format, ...] = ("timm", "hf", "onnx", "ijepa", "safetensors")
+FILES = {
+    "timm": "model.safetensors",
+    "hf": ".",
+    "ijepa": "model.pth.tar",
+    "safetensors": "model.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three updates, so that target and context encoder differ."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    changes = {"optim.lr": 0.01, "optim.start_lr": 0.01, "optim.ema": [0.5, 0.5]}
+    run = stopmim.pretrain(NoiseImages(), out, tiny(), stop_at=3, **changes)
+    run.add_result(protocol="knn", name="accuracy", label="count", value=0.3125, random_init=0.27)
+    return run
+
+
+@pytest.fixture(scope="module")
+def exports(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    return {to: export(run.path, to, folder / to) for to in FORMATS}
+
+
+def pictures(size: int = 24) -> Tensor:
+    return torch.randn(2, 3, size, size, generator=seeded())
+
+
+def close(found: Tensor, want: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, want, atol=atol, rtol=0)
+
+
+def code_of(folder: Path) -> str:
+    found = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    assert found
+    return found[1]
+
+
+def run_code(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **names: Any) -> Any:
+    """What the README of an export tells people to type, typed in its folder."""
+    (folder / "typed.py").write_text(code)
+    monkeypatch.chdir(folder)
+    with torch.no_grad():
+        return runpy.run_path("typed.py", init_globals=names)
+
+
+def odd_encoder(class_token: bool) -> VisionTransformer:
+    """Nothing about it is usual, so that nothing can be guessed."""
+    torch.manual_seed(0)
+    encoder = VisionTransformer(24, 6, 48, 2, 4, 2.5, class_token)
+    with torch.no_grad():
+        for tensor in encoder.state_dict().values():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=seeded(1))
+    set_eps(encoder, 1e-3)
+    return encoder.eval()
+
+
+def saved(encoder: VisionTransformer, folder: Path) -> Path:
+    """As a file that tells neither heads nor epsilon, then as one of ours that does."""
+    from stopmim.export import write_safetensors
+
+    write_safetensors(encoder, folder / "odd.safetensors")
+    return folder / "odd.safetensors"
+
+
+# ------------------------------------------------------------------------------ who loads them
+
+
+@pytest.mark.parametrize("to", FILES)
+@torch.no_grad()
+def test_an_export_is_read_back_as_what_was_exported(
+    to: str, run: Run, exports: dict[str, Path]
+) -> None:
+    encoder = stopmim.load_encoder(exports[to] / FILES[to])
+    want = run.encoder("target")
+    assert torch.equal(encoder.features(pictures(), 4), want.features(pictures(), 4))
+    assert (want(pictures()) - run.encoder("context")(pictures())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("to", ["timm", "hf", "safetensors"])
+@torch.no_grad()
+def test_the_context_encoder_is_exported_on_request(to: Format, run: Run, tmp_path: Path) -> None:
+    folder = export(run.checkpoint, to, tmp_path / to, branch="context")
+    encoder = stopmim.load_encoder(folder / FILES[to])
+    assert torch.equal(encoder(pictures()), run.encoder("context")(pictures()))
+    assert "the context encoder" in (folder / "README.md").read_text()
+
+
+def test_the_call_in_the_card_gives_a_timm_model_with_the_same_features(
+    run: Run, exports: dict[str, Path], timm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run_code(code_of(exports["timm"]), exports["timm"], monkeypatch, images=pictures())
+    with torch.no_grad():
+        close(names["features"], run.encoder().features(pictures()))
+        close(from_timm(names["model"])(pictures()), run.encoder()(pictures()))
+
+
+def test_the_code_in_the_card_loads_a_hugging_face_model_and_its_processor(
+    run: Run,
+    exports: dict[str, Path],
+    transformers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = exports["hf"]
+    picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    code = code_of(folder).replace("THIS_FOLDER", ".")
+    names = run_code(code, folder, monkeypatch, picture=picture)
+    pixels, model = names["inputs"]["pixel_values"], names["model"]
+    assert type(model).__name__ == "IJepaModel"
+    assert pixels.shape == (1, 3, 24, 24)
+    white = names["processor"](images=np.full((40, 60, 3), 255, np.uint8), return_tensors="pt")
+    expected = [
+        (1 - m) / s for m, s in zip((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True)
+    ]
+    close(white["pixel_values"].mean(dim=(0, 2, 3)), torch.tensor(expected))
+    with torch.no_grad():
+        close(names["features"], run.encoder().features(pixels))
+        close(model(pictures()).last_hidden_state, run.encoder()(pictures()))
+    model.save_pretrained(tmp_path)  # and back again, through transformers
+    assert torch.equal(stopmim.load_encoder(tmp_path)(pictures()), run.encoder()(pictures()))
+
+
+def test_onnx_gives_the_same_features_for_any_batch(
+    run: Run, exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = code_of(exports["onnx"])
+    for n in (1, 5):
+        images = torch.randn(n, 3, 24, 24, generator=seeded(n))
+        names = run_code(code, exports["onnx"], monkeypatch, images=images.numpy())
+        with torch.no_grad():
+            close(torch.from_numpy(names["features"]), run.encoder().features(images), 1e-4)
+            close(torch.from_numpy(names["tokens"]), run.encoder()(images), 1e-4)
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+def test_heads_epsilon_and_width_of_an_odd_encoder_reach_timm_and_hugging_face(
+    class_token: bool,
+    timm: Any,
+    transformers: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = odd_encoder(class_token)
+    file = saved(encoder, tmp_path)
+    with torch.no_grad():
+        want = encoder.features(pictures(), pool=encoder.pool)
+        assert torch.equal(stopmim.load_encoder(file)(pictures()), encoder(pictures()))
+        folder = export(file, "timm", tmp_path / "timm")
+        close(run_code(code_of(folder), folder, monkeypatch, images=pictures())["features"], want)
+        folder = export(file, "hf", tmp_path / "hf")
+        model = transformers.AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()
+        close(model(pictures()).last_hidden_state[:, -16:], encoder(pictures()))
+        again = stopmim.load_encoder(folder)
+        close(again.features(pictures(), pool=encoder.pool), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_base_patch16_224", {}),  # MAE
+        ("vit_small_patch16_224", {}),  # DINO
+        (
+            "vit_huge_patch14_gap_224",
+            {"class_token": False, "global_pool": "avg", "fc_norm": False, "img_size": 28},
+        ),  # I-JEPA
+    ],
+)
+def test_models_of_timm_come_back_to_timm_with_the_same_features(
+    name: str, options: dict[str, Any], timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    small = {"depth": 2, "num_classes": 0, "img_size": 32}
+    model = timm.create_model(name, **small | options).eval()
+    images = pictures(options.get("img_size", 32))
+    with torch.no_grad():
+        torch.save(model.state_dict(), tmp_path / "theirs.pth")
+        ours = stopmim.load_encoder(tmp_path / "theirs.pth")
+        close(ours(images), model.forward_features(images)[:, model.num_prefix_tokens :], 2e-5)
+        folder = export(tmp_path / "theirs.pth", "timm", tmp_path / "timm")
+        close(
+            run_code(code_of(folder), folder, monkeypatch, images=images)["features"], model(images)
+        )
+
+
+# ------------------------------------------------------------------------------ I-JEPA's layout
+
+
+def test_the_layout_of_ijepa_has_the_keys_of_the_released_files(exports: dict[str, Path]) -> None:
+    ours = torch.load(exports["ijepa"] / "model.pth.tar", weights_only=True)
+    theirs = torch.load(GOLDEN / "ckpt_stop_module.pth.tar", weights_only=True)
+    assert {"encoder", "predictor", "target_encoder", "opt", "scaler", "epoch"} <= ours.keys()
+    for part in ("encoder", "target_encoder", "predictor"):
+        blocks = re.compile(r"blocks\.[1-9]")  # as many as there are
+        names = [{k for k in tree[part] if not blocks.search(k)} for tree in (ours, theirs)]
+        assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("sincos", "mask_token"), ("stochastic", "predictor_pos_embed")]
+)
+def test_the_predictor_stays_the_one_it_is(kind: str, first: str, tmp_path: Path) -> None:
+    config = tiny(**{"positions.kind": kind, "predictor.heads": 2})
+    run = stopmim.pretrain(NoiseImages(), tmp_path / "run", config, stop_at=1)
+    file = export(run.path, "ijepa", tmp_path / "out") / "model.pth.tar"
+    tree = torch.load(file, weights_only=True)
+    assert next(iter(tree["predictor"])) == f"module.{first}"  # all that their files tell it by
+    model = stopmim.load_model(file)
+    assert type(model.predictor.positions) is type(run.model().predictor.positions)
+    state = run.model().state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert predicted(model).equal(predicted(run.model()))
+    # Somebody sorts the keys: their order lies now, the tag does not.
+    tree["predictor"] = dict(sorted(tree["predictor"].items()))
+    torch.save(tree, file)
+    again = stopmim.load_model(file).predictor.positions
+    assert isinstance(again, StochasticPositions) == (kind == "stochastic")
+    if isinstance(again, StochasticPositions):
+        assert (again.sigma, again.bias) == (0.25, "mask_token")
+
+
+@torch.no_grad()
+def predicted(model: MaskedImageModel) -> Tensor:
+    context, target = torch.arange(10).expand(2, -1), torch.arange(15, 20).expand(2, 2, -1)
+    noise = model.predictor.draw(context, target, seeded())
+    return model.predict(pictures(), context, target, noise)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"positions": "sincos"},
+        {"positions": "odd", "bias": "mask_token", "tokens": "masked", "heads": 3},
+        {"positions": "stochastic", "sigma": -1, "bias": "mask_token", "tokens": "masked"},
+        "stop",
+        7,
+    ],
+)
+def test_a_tag_that_is_none_of_ours_is_one_line(
+    tag: object, exports: dict[str, Path], tmp_path: Path
+) -> None:
+    tree = torch.load(exports["ijepa"] / "model.pth.tar", weights_only=True)
+    torch.save(tree | {PREDICTOR_TAG: tag}, tmp_path / "x.pth.tar")
+    with pytest.raises(CheckpointError) as caught:
+        stopmim.load_model(tmp_path / "x.pth.tar")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"positions.kind": "learned"}, "learned positions"),
+        ({"positions.base": "learned"}, "learned positions"),
+        ({"positions.covariance": "untied"}, "untied noise"),
+        ({"positions.covariance": "fixed"}, "a fixed covariance"),
+        ({"class_token": True}, "a class token"),
+    ],
+)
+def test_what_the_layout_of_ijepa_cannot_hold_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    run = stopmim.pretrain(NoiseImages(), tmp_path / "run", tiny(**changes), stop_at=1)
+    with pytest.raises(CheckpointError, match=said):
+        export(run.path, "ijepa", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing is left behind
+
+
+# ------------------------------------------------------------------------------ the folder
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_card_says_what_how_trained_and_how_good(
+    to: str, run: Run, exports: dict[str, Path]
+) -> None:
+    text = (exports[to] / "README.md").read_text()
+    assert text.startswith("---\nlicense: other\n")
+    assert "StoP, sigma 0.25" in text
+    assert "step 3 of 2 epochs with batch 8" in text
+    assert "Data: 40 images" in text
+    assert "| knn count | accuracy | 0.3125 | 0.2700 |" in text
+    assert ("the target (EMA) encoder" in text) == (to != "ijepa")
+
+
+def test_a_safetensors_export_has_no_pickle_and_says_who_wrote_it(exports: dict[str, Path]) -> None:
+    file = exports["safetensors"] / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        words = opened.metadata()
+    assert json.loads(words["stopmim.encoder"]) == {"heads": 3, "eps": 1e-6}
+    assert words["stopmim.version"] == stopmim.__version__
+    assert "blocks.0.attn.qkv.weight" in load_file(file)
+
+
+def test_an_export_never_writes_over_anything(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for out in ("mine", "file"):
+        with pytest.raises(UserError, match="is there already"):
+            export(run.path, "timm", tmp_path / out)
+    with pytest.raises(StorageError, match="cannot write"):
+        export(run.path, "timm", tmp_path / "file" / "below")
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert export(run.path, "timm", tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_encoders_without_plain_positions_are_not_exported(tmp_path: Path) -> None:
+    from stopmim.data2vec import RelativeTransformer
+
+    torch.save(RelativeTransformer(2, 8, 24, 1, 3, 48).state_dict(), tmp_path / "d2v.pth")
+    with pytest.raises(CheckpointError, match="only plain ViTs"):
+        export(tmp_path / "d2v.pth", "hf", tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------ inspect
+
+
+def test_inspect_says_what_a_run_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(run.path)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["project"] == "stopmim run"
+    assert lines["encoder"].startswith("vit_micro4, patch 4, width 96, depth 4, 3 heads")
+    assert lines["images"] == "24x24 pixels, a grid of 6x6"
+    assert lines["predictor"].startswith("StoP, sigma 0.25 (a variance)")
+    assert lines["step"] == "3"
+    assert identify(run.checkpoint).project == "stopmim checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "predictor"),
+    [("stop", "StoP", "StoP as released"), ("ijepa", "I-JEPA", "I-JEPA, certain")],
+)
+def test_inspect_tells_stop_from_ijepa(name: str, project: str, predictor: str) -> None:
+    found = dict(identify(GOLDEN / f"ckpt_{name}_module.pth.tar", heads=2).rows)
+    assert found["project"].startswith(project)
+    assert found["predictor"].startswith(predictor)
+    assert found["epoch"] == "1"
+    assert ("sigma 0.0625" in found["predictor"]) == (name == "stop")
+
+
+def test_inspect_names_the_project_as_far_as_keys_tell(tmp_path: Path) -> None:
+    def project(tree: object) -> str:
+        torch.save(tree, tmp_path / "x.pth")
+        return identify(tmp_path / "x.pth", heads=3).project
+
+    torch.manual_seed(0)
+    fixed = VisionTransformer(16, 8, 24, 1, 3, class_token=True).state_dict()
+    bare = VisionTransformer(16, 8, 24, 1, 3).state_dict()
+    learned = fixed | {"pos_embed": torch.randn(1, 5, 24)}
+    wrapped = {f"backbone.{key}": value for key, value in learned.items()}
+    assert project({"model": fixed}) == "MAE"
+    assert "decoder" in project({"model": fixed | {"decoder_pos_embed": torch.zeros(1, 5, 8)}})
+    assert project(bare) == "StoP or I-JEPA, the encoder alone"
+    assert project(learned) == "a plain ViT: DINO, iBOT or timm"
+    assert project({"teacher": wrapped, "student": wrapped, "epoch": 5}) == "DINO"
+    assert project({"teacher": wrapped, "ibot_loss": {}}) == "iBOT"
+    trunk = {"classy_state_dict": {"base_model": {"model": {"trunk": bare}}}}
+    assert project(trunk) == "VISSL"
+
+
+def test_inspect_of_an_export_knows_it(exports: dict[str, Path]) -> None:
+    for to, file in FILES.items():
+        found = identify(exports[to] / file)
+        assert found.project.startswith("Hugging Face, ijepa" if to == "hf" else "stopmim export")
+        assert (found.model is not None) == (to == "ijepa")
+    assert isinstance(identify(exports["hf"]).encoder, nn.Module)
+    assert isinstance(identify(exports["ijepa"] / "model.pth.tar").model, MaskedImageModel)
+    assert Positions(2, 8).bias == "mask_token"
