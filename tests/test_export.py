@@ -1,4 +1,4 @@
-"""Exports: whoever loads one gets the features we have, and nobody the wrong branch or predictor."""
+"""Exports: whoever loads one gets our features, and nobody the wrong branch or predictor."""
 
 import json
 import re

@@ -75,8 +75,9 @@ def identify(path: str | Path, heads: int | None = None) -> Identity:
     path = existing(path)
     if path.is_dir():
         if (path / "config.json").is_file():
-            kind = str(read_json(path / "config.json").get("model_type"))
-            return Identity(path, f"Hugging Face, {kind}", load_encoder(path, heads=heads))
+            encoder = load_encoder(path, heads=heads)
+            kind = read_json(path / "config.json")["model_type"]
+            return Identity(path, f"Hugging Face, {kind}", encoder)
         return _ours(path)
     tree = read_tree(path)
     if is_released(tree):

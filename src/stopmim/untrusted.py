@@ -7,6 +7,7 @@ files, so both are refused here; after that a file needs about as much memory as
 
 import argparse
 import json
+import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,12 @@ def read_json(path: Path) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    """The first line of what `error` says, and not torch's advice to trust the file."""
+    text = str(error)
+    if "weights_only" in text:
+        why = re.search(r"(Unsupported \w+( \w+| GLOBAL [\w.]+|: GLOBAL [\w.]+)?)", text)
+        return f"not only tensors and plain values in it{f' ({why[1]})' if why else ''}"
+    return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
 def _safetensors(path: Path, size: int) -> dict[str, Tensor]:

@@ -1,0 +1,260 @@
+"""Hostile, damaged and mismatched files: one line, exit code 4, nothing executed, little memory."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+import stopmim
+from stopmim.vit import VisionTransformer
+from tiny import NoiseImages, tiny
+
+MEMORY = 1 << 30  # what a command may take beyond an idle process
+CANARY = "canary"
+
+
+class Code:
+    """Runs a command when it is unpickled the careless way."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {CANARY}",)
+
+
+def good() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return dict(VisionTransformer(16, 8, 96, 2, 3).state_dict())
+
+
+def torch_bytes(tree: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tree, buffer, **options)
+    return buffer.getvalue()
+
+
+def flipped(data: bytes, where: int) -> bytes:
+    return data[:where] + bytes([data[where] ^ 0x10]) + data[where + 1 :]
+
+
+def repacked(data: bytes, method: int) -> bytes:
+    """The zip file `data` with every record compressed by `method`."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w", method) as new:
+        for record in old.infolist():
+            new.writestr(record.filename, old.read(record))
+    return buffer.getvalue()
+
+
+def header(tree: object, data: bytes = b"", pad: int = 0) -> bytes:
+    text = json.dumps(tree).encode() + b" " * pad
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def resaved(tree: dict[str, Tensor]) -> bytes:
+    return save({key: value.contiguous() for key, value in tree.items()})
+
+
+def files() -> dict[str, bytes]:
+    """Name to content."""
+    state, whole = good(), torch_bytes(good())
+    jit = io.BytesIO()
+    with zipfile.ZipFile(jit, "w") as archive:
+        archive.writestr("x/constants.pkl", b"\x80\x02).")
+        archive.writestr("x/data.pkl", b"\x80\x02}.")
+        archive.writestr("x/version", b"3\n")
+    wide = torch.zeros(1).expand(200_000, 3, 8, 8)
+    one = torch.zeros(1)
+    big = {
+        "patch_embed.proj.weight": wide,
+        "pos_embed": one.expand(1, 4, 200_000),
+        "blocks.0.mlp.fc1.weight": one.expand(800_000, 200_000),
+    }
+    storage = torch_bytes({"a": torch.zeros(3)}, _use_new_zipfile_serialization=False)
+    return {
+        "empty.pth": b"",
+        "text.pth": b"not a checkpoint\n",
+        "zeros.pth": bytes(64),
+        "picture.pth": b"\x89PNG\r\n\x1a\n" + bytes(100),
+        "truncated.pth": whole[: len(whole) // 3],
+        "cut at the end.pth": whole[:-3],
+        "flipped in the data.pth": flipped(whole, len(whole) // 2),
+        "flipped in the pickle.pth": flipped(whole, whole.index(b"_rebuild_tensor_v2") + 3),
+        **{f"code {p}.pth": pickle.dumps({"model": Code()}, protocol=p) for p in range(6)},
+        "code in a zip.pth": torch_bytes(state | {"epoch": Code()}),
+        "code nested.pth": torch_bytes({"model": state, "args": {"a": [Code()]}}),
+        "code in the old form.pth": torch_bytes(
+            {"model": state, "args": Code()}, _use_new_zipfile_serialization=False
+        ),
+        "code before a zip.pth": pickle.dumps(Code()) + whole,
+        "torchscript.pth": jit.getvalue(),
+        "bomb.pth": repacked(
+            torch_bytes(state | {"x": torch.zeros(20_000_000)}), zipfile.ZIP_DEFLATED
+        ),
+        "one value seen as many.pth": torch_bytes(state | big),
+        "storage of a terabyte.pth": storage.replace(b"K\x03Ntq", b"J\xff\xff\xff\x7fNtq"),
+        "key of a megabyte.pth": torch_bytes(state | {"k" * 1_000_000: torch.zeros(1)}),
+        "list.pth": torch_bytes([state]),
+        "resnet.pth": torch_bytes({"model": {"conv1.weight": torch.zeros(8, 3, 7, 7)}}),
+        "missing key.pth": torch_bytes({k: v for k, v in state.items() if k != "norm.bias"}),
+        "extra key.pth": torch_bytes(state | {"blocks.0.ls1.gamma": torch.ones(96)}),
+        "wrong size.pth": torch_bytes(state | {"norm.bias": torch.zeros(97)}),
+        "other patch.pth": torch_bytes(
+            state | {"patch_embed.proj.weight": torch.zeros(96, 3, 8, 7)}
+        ),
+        "no square.pth": torch_bytes(state | {"pos_embed": torch.zeros(1, 5, 96)}),
+        "integers.pth": torch_bytes(state | {"norm.bias": torch.zeros(96, dtype=torch.int64)}),
+        "not finite.safetensors": resaved(state | {"norm.bias": torch.full((96,), torch.nan)}),
+        "rows swapped.safetensors": resaved(
+            state | {"pos_embed": state["pos_embed"][:, [0, 2, 1, 3]]}
+        ),
+        "no header.safetensors": b"\x01",
+        "header of exabytes.safetensors": (2**62).to_bytes(8, "little") + b"{}",
+        "header of spaces.safetensors": header({}, pad=20_000_000),
+        "header of nonsense.safetensors": b"\x04\0\0\0\0\0\0\0}}{{",
+        "shape of a terabyte.safetensors": header({"a": entry([10**6, 10**6], 0, 4)}, bytes(4)),
+        "overlapping.safetensors": header(
+            {"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)
+        ),
+        "ten thousand tensors.safetensors": header(
+            {f"t{i}": entry([0], 0, 0) for i in range(10_000)}
+        ),
+        "pickle by another name.safetensors": pickle.dumps(Code()),
+        "tag of nonsense.safetensors": save(
+            {k: v.contiguous() for k, v in state.items()}, {"stopmim.encoder": "[[["}
+        ),
+        "tag of no heads.safetensors": save(
+            {k: v.contiguous() for k, v in state.items()}, {"stopmim.encoder": '{"heads": 0}'}
+        ),
+    }  # fmt: skip
+
+
+def folders(root: Path) -> None:
+    """Directories that look like models."""
+    (root / "empty folder").mkdir()
+    os.mkfifo(root / "pipe.pth")
+    (root / "loop.pth").symlink_to(root / "loop.pth")
+    for name, config in {
+        "hub nonsense": "{",
+        "hub deep": "[" * 100_000,
+        "hub list": "[]",
+        "hub swin": '{"model_type": "swin", "num_attention_heads": 3}',
+        "hub no weights": '{"model_type": "vit", "num_attention_heads": 3}',
+    }.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(config)
+    (root / "hub code").mkdir()
+    (root / "hub code" / "config.json").write_text(
+        '{"model_type": "vit", "num_attention_heads": 3}'
+    )
+    (root / "hub code" / "pytorch_model.bin").write_bytes(pickle.dumps(Code()))
+    run = stopmim.pretrain(NoiseImages(), root / "run damaged", tiny(), stop_at=1)
+    step = run.checkpoint
+    forge(root / "run giant", step, arch="vit_g1", image_size=4096)
+    forge(root / "run unknown", step, arch="resnet50")
+    forge(root / "run other", step, arch="vit_s4")
+    weights = step / "model.safetensors"
+    weights.write_bytes(flipped(weights.read_bytes(), 5000))
+    (root / "run begun").mkdir()
+    (root / "run begun" / "run.json").write_text("{}")
+
+
+def forge(out: Path, step: Path, **config: Any) -> None:
+    """A checkpoint whose sums are right and whose config lies."""
+    out.mkdir()
+    for file in step.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    state = json.loads((out / "state.json").read_text())
+    state["config"] |= config
+    (out / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((out / "manifest.json").read_text())
+    data = (out / "state.json").read_bytes()
+    manifest["files"]["state.json"] = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+    }
+    (out / "manifest.json").write_text(json.dumps(manifest))
+
+
+ALL_COMMANDS = """
+import contextlib, io, json, resource, sys
+from stopmim.cli import main
+import stopmim.export, stopmim.evals.table, stopmim.identify, stopmim.mim
+memory = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (memory + int(sys.argv[1]),) * 2)
+said = {}
+for name in sys.argv[2:]:
+    for command, words in {
+        "inspect": ["inspect", name],
+        "export": ["export", name, "--to", "safetensors", "--out", "out " + name],
+        "features": ["features", "scenes:4:16", "--encoder", name, "--out", f"{name}.npz"],
+    }.items():
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(words)
+        said[f"{name}/{command}"] = code, err.getvalue()
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What every command says to every file, in one process with little memory."""
+    root = tmp_path_factory.mktemp("hostile")
+    for name, content in files().items():
+        (root / name).write_bytes(content)
+    folders(root)
+    save_file(good(), root / "fine.safetensors")
+    names = sorted(path.name for path in root.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_COMMANDS, str(MEMORY), *names],
+        cwd=root, capture_output=True, text=True, check=False, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), root
+
+
+def test_every_hostile_file_is_one_line_and_exit_code_4_in_every_command(
+    answers: tuple[dict[str, Any], Path],
+) -> None:
+    said, _ = answers
+    bad = {key: value for key, value in said.items() if not key.startswith("fine.")}
+    assert len(bad) >= 3 * 50
+    for key, (code, text) in bad.items():
+        assert code == 4, (key, code, text)
+        assert text.startswith("stopmim: error: "), (key, text)
+        assert len(text.splitlines()) == 1, (key, text)
+        assert len(text) < 700, (key, text[:200])
+        assert "internal error" not in text, (key, text)
+        assert "weights_only" not in text, (key, text)  # torch's advice to trust the file
+        assert key.split("/")[0] in text, (key, text)
+
+
+def test_nothing_is_executed_and_nothing_is_written(answers: tuple[dict[str, Any], Path]) -> None:
+    said, root = answers
+    assert not (root / CANARY).exists()
+    assert [path.name for path in root.glob("out *")] == ["out fine.safetensors"]
+    assert [path.name for path in root.glob("*.npz")] == ["fine.safetensors.npz"]
+    assert all(code == 0 for key, (code, _) in said.items() if key.startswith("fine."))
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_the_careless_way_would_have_executed_them(tmp_path: Path) -> None:
+    """The canary works: the same files, read by pickle in a child process, run their command."""
+    (tmp_path / "code.pth").write_bytes(files()["code 2.pth"])
+    code = "import pickle; pickle.load(open('code.pth', 'rb'))"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / CANARY).exists()
