@@ -85,10 +85,8 @@ def test_a_command_works_as_written(
 
 
 @pytest.mark.parametrize("block", PYTHON)
-def test_a_python_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_folder(tmp_path / "my_images", 16)
-    pretrain(NoiseImages(), tmp_path / "runs" / "first", tiny(), stop_at=1)
+def test_a_python_block_runs(block: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
     # What the reader of such a block has at hand.
     names: dict[str, Any] = {
         "images": torch.randn(2, 3, 48, 48),

@@ -65,8 +65,8 @@ def one_line(error: BaseException) -> str:
     """The first line of what `error` says, and not torch's advice to trust the file."""
     text = str(error)
     if "weights_only" in text:
-        why = re.search(r"(Unsupported \w+( \w+| GLOBAL [\w.]+|: GLOBAL [\w.]+)?)", text)
-        return f"not only tensors and plain values in it{f' ({why[1]})' if why else ''}"
+        asked = re.search(r"GLOBAL ([\w.]+)", text)
+        return "it holds more than tensors" + (f": it asks for {asked[1]}" if asked else "")
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 

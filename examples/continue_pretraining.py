@@ -1,0 +1,35 @@
+"""Go on pretraining from an encoder of somebody else, on your own images.
+
+python examples/continue_pretraining.py [ENCODER]
+
+ENCODER is anything `stopmim inspect` knows: I-JEPA, MAE, DINO, a folder of Hugging Face. Without it
+a small one is made first, and exported as a stranger would.
+"""
+
+import sys
+
+import stopmim
+from stopmim.export import export
+from stopmim.identify import identify
+
+QUICK = {"optim.epochs": 1, "optim.batch_size": 32, "optim.warmup_epochs": 0.5}
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        source = sys.argv[1]
+    else:
+        run = stopmim.pretrain("scenes:64:48", "runs/theirs", "tiny_cpu", **QUICK)
+        source = f"{export(run.path, 'hf', 'theirs')}"
+    print(identify(source))
+
+    # The encoder is good and the predictor new: a lower peak, and a target that hardly moves.
+    gentle = {"optim.lr": 1e-4, "optim.start_lr": 1e-5, "optim.ema": (0.9995, 1.0)}
+    run = stopmim.pretrain(
+        "scenes:64:48:1", "runs/ours", "tiny_cpu", init=source, **(QUICK | gentle)
+    )
+    print(f"loss {run.metrics[-1]['loss']:.3f} after {run.metrics[-1]['step']} updates")
+
+
+if __name__ == "__main__":
+    main()
