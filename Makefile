@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-gpu bench clean
+.PHONY: help demo check test test-all test-gpu bench docs clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,5 +39,12 @@ test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
 bench: .venv/base ## time one training step on this machine
 	$(BIN)/stopmim bench step
 
+.venv/docs: .venv/base
+	$(INSTALL) -e ".[docs]"
+	@touch $@
+
+docs: .venv/docs ## build the pages of docs/ and the reference as site/
+	$(BIN)/mkdocs build --strict --quiet
+
 clean: ## remove the virtual environment and caches
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv build site .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
