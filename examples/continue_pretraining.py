@@ -12,22 +12,20 @@ import stopmim
 from stopmim.export import export
 from stopmim.identify import identify
 
-QUICK = {"optim.epochs": 1, "optim.batch_size": 32, "optim.warmup_epochs": 0.5}
+QUICK = {"epochs": 1, "batch_size": 32, "warmup_epochs": 0.5}
 
 
 def main() -> None:
     if len(sys.argv) > 1:
         source = sys.argv[1]
     else:
-        run = stopmim.pretrain("scenes:64:48", "runs/theirs", "tiny_cpu", **QUICK)
+        run = stopmim.pretrain("scenes:64:48", "runs/theirs", "tiny_cpu", optim=QUICK)
         source = f"{export(run.path, 'hf', 'theirs')}"
     print(identify(source))
 
     # The encoder is good and the predictor new: a lower peak, and a target that hardly moves.
-    gentle = {"optim.lr": 1e-4, "optim.start_lr": 1e-5, "optim.ema": (0.9995, 1.0)}
-    run = stopmim.pretrain(
-        "scenes:64:48:1", "runs/ours", "tiny_cpu", init=source, **(QUICK | gentle)
-    )
+    gentle = QUICK | {"lr": 1e-4, "start_lr": 1e-5, "ema": (0.9995, 1.0)}
+    run = stopmim.pretrain("scenes:64:48:1", "runs/ours", "tiny_cpu", init=source, optim=gentle)
     print(f"loss {run.metrics[-1]['loss']:.3f} after {run.metrics[-1]['step']} updates")
 
 

@@ -32,8 +32,9 @@ def transformers(torchvision: None) -> Any:
         warnings.simplefilter("ignore")
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
     return transformers
 
 

@@ -13,7 +13,8 @@ from helpers import seeded
 from stopmim.cli import main
 from stopmim.errors import CheckpointError, UserError
 from stopmim.evals.table import write_features
-from stopmim.interop import starting_model
+from stopmim.interop import start
+from stopmim.mim import build
 from stopmim.plan import configure
 from stopmim.vit import VisionTransformer
 from tiny import NoiseImages, assert_same_run, tiny
@@ -41,14 +42,15 @@ def test_both_encoders_begin_with_the_features_of_the_file(
 ) -> None:
     path = source(tmp_path, class_token=class_token, image_size=image_size)
     config = configure(tiny(init=str(path), class_token=class_token))
-    model, given = starting_model(config, tmp_path / "run").eval(), stopmim.load_encoder(path)
+    model = start(build(config), config, tmp_path / "run").eval()
+    given = stopmim.load_encoder(path)
     for part in (model.encoder, model.target_encoder):
         torch.testing.assert_close(part(pictures()), given(pictures()), atol=1e-6, rtol=0)
         torch.testing.assert_close(
             part.features(pictures(), 4, given.pool), given.features(pictures(), 4, given.pool)
         )
     assert model.encoder.pos_embed.shape == (1, 36 + class_token, 96)
-    fresh = starting_model(configure(tiny(class_token=class_token)), tmp_path / "run")
+    fresh = build(configure(tiny(class_token=class_token)))
     assert torch.equal(  # the predictor is that of the seed
         model.predictor.predictor_embed.weight, fresh.predictor.predictor_embed.weight
     )

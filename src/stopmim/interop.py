@@ -258,12 +258,11 @@ def predictor_tag(predictor: Predictor) -> dict[str, Any]:
 # ---------------------------------------------------------------------- where a run begins
 
 
-def starting_model(config: Config, run: Path) -> MaskedImageModel:
-    """The model a run begins with: new, or with the encoder that ``config.init`` names.
+def start(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:
+    """The new `model` as the run begins with it: with the encoder of ``config.init``, if any.
 
     A run that has checkpoints goes on from them, and does not need the file any more.
     """
-    model = build(config)
     if config.init and not any((run / "checkpoints").glob("step-*")):
         start_from(model, config.init)
     return model

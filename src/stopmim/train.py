@@ -45,9 +45,9 @@ from stopmim.errors import (
 )
 from stopmim.faults import faultpoint
 from stopmim.health import Health, due_every, probe
-from stopmim.interop import starting_model
+from stopmim.interop import start
 from stopmim.keys import torch_generator
-from stopmim.mim import Batch, MaskedImageModel
+from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.mirror import Mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
@@ -263,7 +263,7 @@ def _train(
     total = optim.epochs * per_epoch
     parts = shares(optim.batch_size, runtime.accumulate, world.rank, world.size)
     set_threads(path, runtime.threads)
-    model = starting_model(config, path).to(device)
+    model = start(build(config), config, path).to(device)  # a bad --init leaves no run behind
     if world.first:
         begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):
