@@ -20,8 +20,8 @@ def main() -> None:
     if len(sys.argv) > 1:
         encoder = stopmim.load_encoder(sys.argv[1])
     else:
-        quick = {"epochs": 2, "batch_size": 64, "warmup_epochs": 1.0}
-        run = stopmim.pretrain("scenes:256:48", "runs/linear_head", "tiny_cpu", optim=quick)
+        quick = {"epochs": 1, "batch_size": 32, "warmup_epochs": 0.5}
+        run = stopmim.pretrain("scenes:128:48", "runs/linear_head", "tiny_cpu", optim=quick)
         encoder = run.encoder()
 
     scenes = open_images("scenes:512:48:1")  # with labels: count, distance, shape, ...

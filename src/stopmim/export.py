@@ -61,6 +61,8 @@ def export(
     """
     if to not in get_args(Format):
         raise ValueError(f"to must be one of {', '.join(get_args(Format))}, got {to!r}")
+    if to == "ijepa" and branch != "target":
+        raise UserError("--branch: I-JEPA's layout has both encoders; leave it out")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; choose another --out")

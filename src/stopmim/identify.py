@@ -72,6 +72,8 @@ BRANCHES = ("target (EMA, the default)", "context")
 
 def identify(path: str | Path, heads: int | None = None) -> Identity:
     """What is in `path`, anything that `load_encoder` reads; CheckpointError if nothing is."""
+    if str(path).startswith("timm:"):
+        return Identity(Path(path), "timm", load_encoder(path))
     path = existing(path)
     if path.is_dir():
         if (path / "config.json").is_file():

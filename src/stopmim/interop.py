@@ -152,8 +152,7 @@ def model_in(tree: Any, path: Path, heads: int | None) -> MaskedImageModel:
                 what = type(value).__name__
                 raise CheckpointError(f"{path}: {name}: {key} is no tensor but {what}")
     own, eps = told(tree.get(ENCODER_TAG), path)
-    class_token = "cls_token" in parts["encoder"] and ENCODER_TAG in tree  # theirs never have one
-    encoder = encoder_like(parts["encoder"], str(path), heads or own, class_token=class_token)
+    encoder = encoder_like(parts["encoder"], str(path), heads or own)
     with torch.device("meta"):
         predictor = predictor_like(parts["predictor"], encoder, str(path), tree.get(PREDICTOR_TAG))
         model = MaskedImageModel(encoder, predictor)
