@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from stopmim import pretrain
 from stopmim.cli import main, parse
-from tiny import NoiseImages, tiny, write_folder
+from tiny import tiny, write_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

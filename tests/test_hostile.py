@@ -193,7 +193,7 @@ def forge(out: Path, step: Path, **config: Any) -> None:
 ALL_COMMANDS = """
 import contextlib, io, json, resource, sys
 from stopmim.cli import main
-import stopmim.export, stopmim.evals.table, stopmim.identify, stopmim.mim
+import stopmim.export, stopmim.evals.files, stopmim.identify, stopmim.mim
 memory = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (memory + int(sys.argv[1]),) * 2)
 said = {}

@@ -12,7 +12,7 @@ import stopmim
 from helpers import seeded
 from stopmim.cli import main
 from stopmim.errors import CheckpointError, UserError
-from stopmim.evals.table import write_features
+from stopmim.evals.files import write_features
 from stopmim.interop import start
 from stopmim.mim import build
 from stopmim.plan import configure

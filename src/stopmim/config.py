@@ -167,7 +167,7 @@ class RuntimeConfig(Section):
     log_every: int = Field(default=10, ge=1)
     """updates between two lines of metrics.jsonl"""
     health_every: int | None = Field(default=None, ge=0)
-    """updates between two measurements of health (not with fsdp); null: 1.5 % of the time; 0: none"""
+    """updates between two looks at its health (none with fsdp); null: 1.5 % of the time; 0: none"""
     mirror: Literal["none", "tensorboard"] = "none"
     """where metrics.jsonl is written a second time; tensorboard: RUN/tensorboard"""
     save_every: int | None = Field(default=None, ge=1)
