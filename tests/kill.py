@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which an optimizer imports, in more time than a run takes
 
 from stopmim import Run, pretrain
 from tiny import NoiseImages, assert_same_run, tiny

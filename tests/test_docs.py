@@ -39,8 +39,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_folder(root / "my_images", 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        certain = tiny(positions={"kind": "sincos", "sigma": None})
-        for name, config in {"first": tiny(), "b16": tiny(seed=1), "ijepa": certain}.items():
+        measured = {"health_every": None}
+        certain = tiny(runtime=measured, positions={"kind": "sincos", "sigma": None})
+        first, other = (tiny(runtime=measured, seed=seed) for seed in range(2))
+        for name, config in {"first": first, "b16": other, "ijepa": certain}.items():
             pretrain("my_images", f"runs/{name}", config, stop_at=1)
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
         write_folder(root / part, 40)
@@ -85,8 +87,8 @@ def test_a_command_works_as_written(
 
 
 @pytest.mark.parametrize("block", PYTHON)
-def test_a_python_block_runs(block: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_a_python_block_runs(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
     # What the reader of such a block has at hand.
     names: dict[str, Any] = {
         "images": torch.randn(2, 3, 48, 48),

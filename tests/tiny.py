@@ -45,7 +45,14 @@ def tiny(**changes: Any) -> Config:
         "masking": {"targets": 4, "target_scale": [0.15, 0.2], "context_length": None},
         "predictor": {"width": 24, "depth": 1},
         "optim": {"epochs": 2, "batch_size": 8, "warmup_epochs": 1.0},
-        "runtime": {"threads": 1, "log_every": 1, "save_every": 3, "device": "cpu", "workers": 0},
+        "runtime": {
+            "threads": 1,
+            "log_every": 1,
+            "health_every": 0,
+            "save_every": 3,
+            "device": "cpu",
+            "workers": 0,
+        },
     }
     return override(override(tiny_cpu(), small), changes)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim.config import Config
-from stopmim.data import Crops, Images
+from stopmim.data import Images, read_crops
 from stopmim.data.transforms import normalise
 from stopmim.keys import numpy_generator, torch_generator
 from stopmim.masking import Masks, multiblock, random
@@ -57,14 +57,12 @@ def probe(images: Images, config: Config, count: int = PROBE) -> Probe:
     """`count` of the images, or all if they are fewer; those that cannot be read are replaced."""
     count = min(count, len(images))
     chosen = numpy_generator("probe", config.seed).choice(len(images), count, replace=False)
-    crops, size = Crops(images, config), config.image_size
-    pairs = [[crops[(-1 - view, i)].image for view in range(2)] for i in chosen.tolist()]
-    usable = [k for k, pair in enumerate(pairs) if all(image is not None for image in pair)]
-    views = torch.empty(2, len(usable), 3, size, size, dtype=torch.uint8)
-    for place, k in enumerate(usable):
-        for view, image in enumerate(pairs[k]):
-            if image is not None:
-                views[view, place] = image
+    # Two crops of each image; epochs below 0 are nobody else's.
+    keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
+    pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, 3, S, S)
+    usable = [k for k, pair in enumerate(pairs) if pair.numel()]
+    none = torch.empty(2, 0, 3, config.image_size, config.image_size, dtype=torch.uint8)
+    views = torch.stack([pairs[k] for k in usable], dim=1) if usable else none
     labels = {
         name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
         for name, values in images.labels.items()

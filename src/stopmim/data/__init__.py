@@ -5,7 +5,7 @@ a run is resumed at changes a sample.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ __all__ = [
     "default_workers",
     "loader",
     "open_images",
+    "read_crops",
     "shares",
     "source_of",
     "steps_per_epoch",
@@ -109,19 +110,30 @@ def loader(
         steps_per_epoch=steps_per_epoch(images, config),
     )
     pixels = resident.pixels_for(images, device)
-    workers = config.runtime.workers
-    if workers is None:
-        workers = default_workers(images) if pixels is None else min(4, cores())
-    watched = Watched(images, workers, config.runtime.worker_timeout)
     if pixels is not None:
         drawn = resident.Drawn(pixels.shape[1], pixels.shape[2], config)
+        watched = _watched(images, config, min(4, cores()))
         for parts in batches(drawn, order, resident.collate, watched):
             numbers, boxes = (x.pin_memory().to(device, non_blocking=True) for x in parts[:2])
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, parts.augmentation.pin_memory(), [])
         return
-    for loaded in batches(Crops(images, config, watched), order, _collate, watched):
+    for loaded in read_crops(images, config, order):
         yield _pinned(loaded) if device.type == "cuda" else loaded
+
+
+def read_crops(
+    images: Images, config: Config, keys: Iterable[list[tuple[int, int]]]
+) -> Iterator[Loaded]:
+    """What training sees for lists of (epoch, image number), read by worker processes."""
+    watched = _watched(images, config, default_workers(images))
+    return batches(Crops(images, config, watched), keys, _collate, watched)
+
+
+def _watched(images: Images, config: Config, workers: int) -> Watched:
+    wanted = config.runtime.workers
+    timeout = config.runtime.worker_timeout
+    return Watched(images, workers if wanted is None else wanted, timeout)
 
 
 def _pinned(loaded: Loaded) -> Loaded:
