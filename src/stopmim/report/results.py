@@ -1,12 +1,14 @@
 """Lines of results.jsonl as text for a table; anything may be in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stopmim.analysis.curves import number
 
 # Keys of a result that have a column of their own.
-_COLUMNS = ("name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection")
+_COLUMNS = {"name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection"}
+# What is the same for all results of a run, or said otherwise.
+_FACTS = {"encoder", "branch", "train_data", "test_data", "videos", "train", "setting", "seed"}
 
 
 class Result(NamedTuple):
@@ -62,9 +64,20 @@ def shown(line: Mapping[str, Any]) -> Result:
         random_init=text(random_init),
         difference=difference,
         verdict=verdict,
-        details=", ".join(f"{key} {line[key]}" for key in line if key not in _COLUMNS),
+        details=", ".join(_details(line)),
         bar=bar,
     )
+
+
+def _details(line: Mapping[str, Any]) -> Iterator[str]:
+    """What no column has: the setting that was chosen, and whatever somebody else noted."""
+    if line.get("protocol") == "tracking":
+        yield said(line, "name")
+    if setting := said(line, "setting"):
+        yield setting
+    if line.get("branch") == "context":
+        yield "context encoder"
+    yield from (f"{key} {line[key]}" for key in line if key not in _COLUMNS | _FACTS)
 
 
 def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
