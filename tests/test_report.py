@@ -23,6 +23,7 @@ from stopmim.errors import CheckpointError
 from stopmim.report import explorer
 from stopmim.run import Run
 from stopmim.train import pretrain
+from tiny import NoiseImages, tiny
 
 SCRIPT = hashlib.sha256(explorer.script().encode()).digest()
 CSP = (
@@ -501,3 +502,11 @@ def test_several_runs_are_on_one_page(trained: Run, full: Page, tmp_path: Path) 
     data = json.loads(next(text for text in page.scripts if text.startswith("{")))
     assert {line["run"] for line in data["charts"][0]["lines"]} == {0, 1}
     assert "Beside other runs" not in full.text
+
+
+def test_an_evaluation_that_was_repeated_is_one_line(tmp_path: Path) -> None:
+    run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
+    for n in (10, 10, 20):
+        run.add_result(name="accuracy", protocol="knn", label="count", value=0.5, n=n)
+    page = report.write(run, NoiseImages()).read_text()
+    assert page.count('<th scope="row">knn</th>') == 2

@@ -76,7 +76,7 @@ def write(
         summary=_summary(about, config, metrics),
         diagnosis=_diagnosis(metrics),
         best=best(results),
-        results=[shown(line) for line in results],
+        results=[shown(line) for i, line in enumerate(results) if line not in results[:i]],
         panels=_panels(metrics),
         previews=_previews(views, config) if views and config else None,
         previews_missing=previews_missing,
