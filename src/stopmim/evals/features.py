@@ -6,6 +6,7 @@ Shapes: N images, D width of the encoder, L last blocks.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal
 
@@ -26,6 +27,21 @@ from stopmim.vit import Encoder
 EPS = 1e-7  # of RankMe (arXiv 2210.02885, equation 2)
 LAYERS = 4  # last blocks that are kept: "last" and "last 4" then come from one extraction
 VERSION = 1  # in the key of the cache: a change of what is computed needs a new one
+
+
+@contextmanager
+def evaluating(encoder: Encoder) -> Iterator[None]:
+    """Inside of it `encoder` is in evaluation mode and nothing is differentiated."""
+    modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def extract(
@@ -58,34 +74,26 @@ def extract(
     """
     device, view = torch.device(device), view or View(size, size)
     features = torch.empty(len(images), layers * encoder.width)
-    modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
     done, begin = 0, time.monotonic()
 
     def show(i: int) -> Tensor:
         return view(read(images, i), numpy_generator("view", *draw, i))
 
     order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
-    try:
-        # `features` was made before inference mode, so that a caller may train on it.
-        with torch.inference_mode(), Ticker("features", len(images)) as ticker:
-            for batch in batches(show, order):
-                pixels = normalise(batch.to(device))  # (B, 3, S, S)
-                with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
-                    found = encoder.features(pixels, layers, pool).float().cpu()
-                if not found.isfinite().all():
-                    raise NonFiniteError(
-                        f"the encoder gives no finite features for {images.name(done)} or one of "
-                        f"the {len(batch) - 1} after it; was it saved after the loss blew up?"
-                    )
-                features[done : done + len(batch)] = found
-                done += len(batch)
-                ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
-    finally:
-        for module in training:
-            module.training = True
+    # `features` was made before inference mode, so that a caller may train on it.
+    with evaluating(encoder), Ticker("features", len(images)) as ticker:
+        for batch in batches(show, order):
+            pixels = normalise(batch.to(device))  # (B, 3, S, S)
+            with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+                found = encoder.features(pixels, layers, pool).float().cpu()
+            if not found.isfinite().all():
+                raise NonFiniteError(
+                    f"the encoder gives no finite features for {images.name(done)} or one of "
+                    f"the {len(batch) - 1} after it; was it saved after the loss blew up?"
+                )
+            features[done : done + len(batch)] = found
+            done += len(batch)
+            ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
     return features
 
 

@@ -12,7 +12,6 @@ frames that labels are taken from, H x W pixels.
 import csv
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from stopmim.console import Ticker
 from stopmim.data.transforms import STD, normalise
 from stopmim.data.videos import Bytes, Video
 from stopmim.errors import DataError, NonFiniteError, UserError
 from stopmim.evals import Result
+from stopmim.evals.features import evaluating
 from stopmim.evals.masks import boundary_f, jaccard, summary, write
 from stopmim.keys import numpy_generator
 from stopmim.vit import Encoder
@@ -257,21 +257,6 @@ def track(
     if folder is not None and scores:
         _write_table(folder / "objects.csv", scores)
     return results(scores) if scores else []
-
-
-@contextmanager
-def evaluating(encoder: Encoder) -> Iterator[None]:
-    """Inside of it `encoder` is in evaluation mode and nothing is differentiated."""
-    modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _check(video: Video, folder: Path | None) -> None:
