@@ -621,3 +621,16 @@ def test_the_probe_benchmark_says_who_got_how_near_to_the_optimum_in_what_time()
     assert theirs["gap"] <= 1e-6 or theirs["seconds"] > 4 * ours["seconds"]
     assert ratio["time"] == pytest.approx(theirs["seconds"] / ours["seconds"], rel=0.5)
     assert len(heads["accuracy"]) == 12
+
+
+def test_tracking_writes_pictures_of_the_encoder_and_heeds_its_options(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", "tracking", str(run.path), "--videos", "scenes:1:32", "--video-size", "32"]
+    assert main([*command, "--pictures", str(tmp_path / "a")]) == 0
+    usual = capsys.readouterr().out
+    assert main([*command, "--topk", "1", "--n-last-frames", "0"]) == 0
+    assert capsys.readouterr().out != usual
+    (video,) = (p for p in (tmp_path / "a").iterdir() if p.is_dir() and p.name != "sheets")
+    assert len(list(video.glob("*.png"))) == 20
+    assert (tmp_path / "a" / "sheets" / f"{video.name}.png").is_file()

@@ -452,6 +452,19 @@ class Tracking:
     """a folder of DAVIS, or scenes[:count[:size[:seed]]]"""
     video_size: int | None = None
     """edge of the shorter side of a frame; default: 480, and twice the encoder's for scenes"""
+    year: Literal["2016", "2017"] | None = None
+    """of DAVIS: one object a video, or several; default: what the folder has a list of"""
+    n_last_frames: int = 7
+    """that labels are taken from, besides the first one"""
+    neighbourhood: int = 12
+    """patches in each direction that labels may come from; 0: any"""
+    topk: int = 5
+    """patches that a patch takes its labels from"""
+    temperature: float = 0.1
+    compat: Literal["released"] | None = None
+    """as DINO's code: frames are not resized to whole patches, red is divided by 0.228"""
+    pictures: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """write what was found: PNGs as the DAVIS evaluation reads them, and a sheet per video"""
     branch: Literal["target", "context"] = "target"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
@@ -462,7 +475,9 @@ class Tracking:
         from stopmim.evals.command import Request, track
 
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "encoder"}
-        print(track(self.encoder, Request(**given)))
+        names = ("n_last_frames", "neighbourhood", "topk", "temperature", "compat")
+        how = {name: given.pop(name) for name in names}
+        print(track(self.encoder, Request(**given, tracking=how)))
 
 
 @dataclass(frozen=True)

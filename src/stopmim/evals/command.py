@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from stopmim.data import Images
 from stopmim.data.scenes import Scenes
+from stopmim.data.videos import Year
 from stopmim.errors import StorageError, UserError
 from stopmim.evals import Result, table
 from stopmim.evals.compare import compare
@@ -24,6 +25,7 @@ from stopmim.evals.linear import Selection
 from stopmim.evals.lowshot import Subset, listed, per_class
 from stopmim.evals.protocols import OWN, TASKS
 from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
+from stopmim.evals.tracking import Tracking
 from stopmim.run import append_jsonl
 from stopmim.runtime import choose_device, choose_precision
 from stopmim.vit import Encoder, VisionTransformer
@@ -46,6 +48,9 @@ class Request:
     test: str | None = None
     videos: str | None = None
     video_size: int | None = None
+    tracking: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    year: Year | None = None
+    pictures: Path | None = None
     label: Sequence[str] = ()
     selection: str = "held-out"
     layers: str = "both"
@@ -86,7 +91,12 @@ def track(name: str, request: Request) -> str:
     lines = destination(name, request.out)
     request = dataclasses.replace(request, videos=request.videos or "scenes")
     options = options_of(request, encoder, ("tracking",), None)
-    results = beside_untrained(encoder, request.seed, lambda e: measure_videos(e, options))
+    results = beside_untrained(
+        encoder,
+        request.seed,
+        # The twin is measured, but nobody wants to see what it finds.
+        lambda e: measure_videos(e, options, request.pictures if e is encoder else None),
+    )
     facts = {"encoder": name, "videos": str(request.videos), "branch": request.branch}
     note(lines, [result.as_dict() for result in results], facts)
     return table.text(table.rows(results))
@@ -155,8 +165,8 @@ def options_of(
         raise UserError(f"--size {size}: not a multiple of the patch size, {patch}")
     device = choose_device(request.device)
     task = TASKS.get(request.recipe)
-    video_size = request.video_size
-    if video_size is None and (request.videos or "").split(":")[0] == "scenes":
+    video_size = request.video_size or Tracking.size
+    if request.video_size is None and (request.videos or "").split(":")[0] == "scenes":
         video_size = 2 * size  # drawn at 64 px: 480 would be a blur
     views = task.views(encoder).at(size) if task else None
     view = views and views.test
@@ -172,7 +182,8 @@ def options_of(
         train_view=views and views.train,
         views=request.views,
         videos=request.videos,
-        video_size=video_size,
+        tracking=Tracking(size=video_size, **request.tracking),
+        year=request.year,
         few=request.list or request.per_class,
         released=request.released,
         seed=request.seed,

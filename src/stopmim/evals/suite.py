@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stopmim.data import Images
 from stopmim.data.recipes import LOWSHOT, TrainView, View
-from stopmim.data.videos import open_videos
+from stopmim.data.videos import Year, open_videos
 from stopmim.errors import DataError
 from stopmim.evals import Result, accuracy, cache
 from stopmim.evals.features import frozen, rankme
@@ -44,7 +44,8 @@ class Options:
     views: int = 0  # random views of the training images to train on; recipe.epochs is published
     videos: str | None = None  # for tracking, as `open_videos` reads it; None: no tracking
     few: int | Path = 25  # labelled images per class in the low-shot protocol, or a list of names
-    video_size: int | None = None  # of the shorter side of a frame; None: 480, as on DAVIS
+    tracking: Tracking = Tracking()  # noqa: RUF009 - frozen
+    year: Year | None = None  # of DAVIS; see `open_videos`
     released: bool = False  # low-shot as the released code: statistics of the test set
     seed: int = 0
     device: torch.device | str = "cpu"
@@ -103,21 +104,23 @@ def measure(encoder: Encoder, train: Images, test: Images, options: Options) -> 
     return _kept(encoder, asked, lambda: list(_ask(encoder, train, test, options)))
 
 
-def measure_videos(encoder: Encoder, options: Options) -> list[Measured]:
-    """Tracking; nothing without videos."""
+def measure_videos(
+    encoder: Encoder, options: Options, pictures: Path | None = None
+) -> list[Measured]:
+    """Tracking; nothing without videos. `pictures` is a folder for what was found."""
     if options.videos is None:
         return []
-    source = options.videos
-    how = Tracking() if options.video_size is None else Tracking(size=options.video_size)
+    source, how = options.videos, options.tracking
 
     def follow() -> list[Measured]:
         if isinstance(encoder, nn.Module):
             encoder.to(options.device)
-        results = track(encoder, open_videos(source), how, device=options.device)
+        videos = open_videos(source, options.year)
+        results = track(encoder, videos, how, device=options.device, out=pictures)
         return [Measured(result, None) for result in results]
 
-    # Videos on disk may change behind their name.
-    drawn = source.split(":")[0] == "scenes"
+    # Videos on disk may change behind their name; and a kept answer would draw nothing.
+    drawn = source.split(":")[0] == "scenes" and pictures is None
     return _kept(encoder if drawn else None, ("tracking", source, how), follow)
 
 
