@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name: runs, and images with labels."""
     root = tmp_path_factory.mktemp("docs")
     write_folder(root / "my_images", 16)
@@ -50,11 +51,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it for one command to leave its files in, and the working directory."""
+    root = shutil.copytree(prepared, tmp_path / "place")
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("line", SHELL)
-def test_a_command_works_as_written(
-    line: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(place)
+def test_a_command_works_as_written(line: str) -> None:
     words = shlex.split(line, comments=True)
     while "=" in words[0]:  # VARIABLE=value before a command
         words = words[1:]
@@ -86,9 +93,9 @@ def test_a_command_works_as_written(
             pytest.fail(f"no rule for {line!r}")
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("block", PYTHON)
-def test_a_python_block_runs(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_a_python_block_runs(block: str) -> None:
     # What the reader of such a block has at hand.
     names: dict[str, Any] = {
         "images": torch.randn(2, 3, 48, 48),
