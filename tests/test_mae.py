@@ -11,7 +11,6 @@ from torch import Tensor
 
 from helpers import golden, seeded, under
 from stopmim import load_encoder, load_model, pretrain
-from stopmim.config import Config
 from stopmim.doctor import diagnose, examine
 from stopmim.errors import CheckpointError
 from stopmim.export import export
@@ -22,18 +21,11 @@ from stopmim.plan import configure
 from stopmim.positions import StochasticPositions
 from stopmim.run import Run
 from stopmim.train import compare_pixels, draw_masks, draw_noise, set_sigma, train_step
-from tiny import NoiseImages, assert_same_run, tiny
+from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 RECORDED = golden("mae")
 STATE = under(RECORDED, "state.")
 HEADS = {"heads": 3, "decoder_heads": 4}
-RANDOM = {"kind": "random", "targets": 4, "target_scale": [0.15, 0.2], "context_length": None}
-
-
-def tiny_mae(**changes: Any) -> Config:
-    """`tiny` with pixels as targets, a class token and 75 % of its 36 patches hidden."""
-    usual = {"target": "pixels", "class_token": True, "masking": RANDOM}
-    return tiny(**usual | {"optim.ema": [0.996, 1.0], "positions": {"kind": "sincos"}} | changes)
 
 
 @pytest.fixture
