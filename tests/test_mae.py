@@ -11,6 +11,8 @@ from torch import Tensor
 
 from helpers import golden, seeded, under
 from stopmim import load_encoder, load_model, pretrain
+from stopmim.analysis.prediction import predict
+from stopmim.analysis.subject import features, load, pixels, tokens
 from stopmim.doctor import diagnose, examine
 from stopmim.errors import CheckpointError
 from stopmim.export import export
@@ -19,6 +21,7 @@ from stopmim.mim import Batch, MaskedImageModel, build, patchify
 from stopmim.optim import adamw
 from stopmim.plan import configure
 from stopmim.positions import StochasticPositions
+from stopmim.report import _summary
 from stopmim.run import Run
 from stopmim.train import compare_pixels, draw_masks, draw_noise, set_sigma, train_step
 from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
@@ -297,6 +300,18 @@ def test_images_are_mirrored_and_nothing_else() -> None:
     numbers = torch.tensor([[1.0, 1.0, 2.0], [0.0, 1.0, 2.0]])  # grey and blur are not for it
     out = AUGMENT["flip"](images, numbers)
     assert torch.equal(out, torch.stack([images[0].flip(-1), images[1]]))
+
+
+def test_analyses_ask_for_pixels_where_they_compare_and_for_features_where_they_look(
+    run: Run,
+) -> None:
+    subject = load(run.path, NoiseImages(), 3)
+    found = predict(subject)
+    assert found.cosine[0].shape == (27, 36)  # every hidden patch with every patch
+    images = pixels(subject.views)
+    assert tokens(subject.model, images).shape == (3, 36, 48)  # 4 x 4 x 3 pixels
+    assert features(subject.model, images).shape == (3, 36, 96)
+    assert _summary(run.about, run.config, run.metrics)["method"] == "MAE + StoP"
 
 
 # ------------------------------------------------------------------------ its health
