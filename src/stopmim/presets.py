@@ -274,8 +274,9 @@ def tiny_cpu_mae() -> Config:
 
     ``stopmim pretrain scenes:4096:48 --preset tiny_cpu_mae --out runs/tiny-mae``
 
-    Cost: about a minute. Pixels as they are: normed ones are mostly noise in scenes of 48 px, and
-    so small a model does not get beyond their mean in so few updates.
+    Cost: about two minutes. Expect linear accuracy some 12 points above random init for distance
+    and 5 for shape (one run). Pixels as they are: of normed ones so small a model learns next to
+    nothing in so few updates.
     """
     return Config(
         arch="vit_micro6",
@@ -288,7 +289,7 @@ def tiny_cpu_mae() -> Config:
         positions=PositionsConfig(kind="sincos"),
         predictor=PredictorConfig(width=96, depth=3),
         optim=OptimConfig(
-            epochs=2,
+            epochs=4,
             batch_size=32,
             lr=1e-3,
             start_lr=0.0,
