@@ -19,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, Suppr
 from stopmim._version import __version__
 from stopmim.cli_eval import Eval
 from stopmim.config import Config, Section, parse_yaml
-from stopmim.errors import DataError, UserError
+from stopmim.errors import DataError, RowsFailedError, UserError
 
 Changes = Suppress[dict[str, Any]]
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
@@ -85,6 +85,61 @@ class Pretrain:
         run = pretrain(self.data, self.out, self.preset, **self.changes)
         if _is_first():
             print(f"{run.checkpoint}")
+
+
+@dataclass(frozen=True)
+class Ablate:
+    """Train and measure the rows of a table of the paper, or go on with that.
+
+    Any key of the config may follow, and then holds for all rows. Exit code 9: a row failed; the
+    table has the others.
+    """
+
+    table: Annotated[Positional[str], arg(metavar="[TABLE]")] = ""
+    """see --list"""
+    list: bool = False
+    """show the tables, or the rows of one, with the numbers of the paper"""
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """to pretrain on; default: scenes:4096 of the preset's size"""
+    preset: Annotated[str, arg(metavar="NAME|FILE")] = "tiny_cpu"
+    """what the rows change: see `stopmim presets`, or a YAML file"""
+    seeds: int = 1
+    """of every row"""
+    rows: Annotated[tuple[str, ...], arg(metavar="ROW")] = ()
+    """some of the rows; default: all"""
+    eval: Annotated[tuple[str, ...], arg(metavar="[RECIPE=]DATA")] = ()
+    """labelled images with a train and a test part, or videos, to evaluate on; the recipe is one of
+    `eval linear`; default: --data"""
+    few: Annotated[str, arg(metavar="N|FILE")] = "25"
+    """labelled images per class where labels are few, or a file with their names"""
+    checkpoint: Annotated[tuple[str, ...], arg(metavar="NAME=FILE")] = ()
+    """encoders of others, to be evaluated beside"""
+    jobs: int | None = None
+    """runs at a time; default: one per GPU, or per core if there is none"""
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("runs/ablate")
+    """OUT/TABLE/table.html and the like; runs are in OUT/runs, for all tables"""
+    dry_run: bool = False
+    """show the runs and about how long they take, and stop"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        if self.list or not self.table:
+            from stopmim.ablations import listing
+
+            print(listing(self.table or None))
+            return
+        from stopmim import ablate
+
+        options = {name: getattr(self, name) for name in ("data", "preset", "seeds", "rows", "out")}
+        options |= {"evals": self.eval, "few": self.few, "checkpoints": self.checkpoint}
+        planned = ablate.plan(self.table, **options, changes=self.changes)
+        if self.dry_run:
+            print(ablate.describe(planned, self.jobs))
+            return
+        found = ablate.ablate(planned, self.jobs)
+        print(f"{found.text}\n\n{found.page}")
+        if found.failed:
+            raise RowsFailedError(f"{len(found.failed)} runs failed, as {found.failed[0]}")
 
 
 @dataclass(frozen=True)
@@ -326,6 +381,7 @@ class Presets:
 Command = (
     Annotated[Demo, subcommand("demo")]
     | Annotated[Pretrain, subcommand("pretrain")]
+    | Annotated[Ablate, subcommand("ablate")]
     | Annotated[Check, subcommand("check")]
     | Annotated[Eval, subcommand("eval")]
     | Annotated[Doctor, subcommand("doctor")]
