@@ -1,6 +1,6 @@
 """The main tables of the paper (ICML 2024), line by line, as printed.
 
-Where its body and its appendix differ, both are here: MAE with ViT-H has 76.6 in Table 2 and 77.2 in
+Where its body and its appendix differ, both are here: MAE with ViT-H has 76.6 in Table 2, 77.2 in
 Table 14.
 """
 
