@@ -34,7 +34,7 @@ from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, size_options
 from stopmim.predictor import Noise
 from stopmim.runtime import choose_device, choose_precision, compiled
-from stopmim.train import compare, draw_masks, draw_noise, train_step
+from stopmim.train import comparison, draw_masks, draw_noise, train_step
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -237,7 +237,7 @@ def _update(
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
     set_rates(optimizer, rates(config.optim, 0, 1000))
-    loss = compiled(compare, config, device)
+    loss = compiled(comparison(config), config, device)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
     step = likeliest_step(config)
     generator = torch_generator("bench", device=device)
@@ -292,7 +292,7 @@ def count_flops(config: Config, masks: masking.Masks) -> float:
         targets = torch.empty_like(masks.targets[:, :1], device="meta")
         noise: Noise = model.predictor.draw(context, targets)
         with FlopCounterMode(display=False) as counter:
-            compare(model, Batch(images, context, targets), noise).loss.backward()
+            comparison(config)(model, Batch(images, context, targets), noise).loss.backward()
     return counter.get_total_flops() * config.optim.batch_size
 
 

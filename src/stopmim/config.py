@@ -44,8 +44,8 @@ def _in_order(name: str, pair: tuple[float, float]) -> None:
 class DataConfig(Section):
     crop_scale: tuple[Fraction, Fraction] = (0.3, 1.0)
     """area of the random crop as a fraction of the image, smallest and largest"""
-    augmentation: Literal["crop", "released"] | None = None
-    """crop: random crop alone (I-JEPA). released: also flip, greyscale, blur. null: as compat"""
+    augmentation: Literal["crop", "flip", "released"] | None = None
+    """crop: random crop alone (I-JEPA). flip: also mirrored (MAE). released: also grey and blur"""
     max_bad: float = Field(default=0.01, ge=0, le=1)
     """share of unreadable images above which the run stops"""
     skip: str | None = Field(default=None, pattern=r"\.jsonl$")
@@ -98,11 +98,15 @@ class PositionsConfig(Section):
     """tied: sigma A A^T with the A of the context. untied: with its own A. fixed: sigma I"""
     tokens: Literal["masked", "context", "both"] = "masked"
     """the tokens at uncertain places"""
+    share: Fraction = 1.0
+    """share of these tokens whose place is uncertain, chosen at random; the others know theirs"""
+    ramp: float = Field(default=0, ge=0)
+    """epochs over which sigma grows from 0 to its value; 0: it has its value from the start"""
 
     @model_validator(mode="after")
     def _every_knob_has_an_effect(self) -> Self:
         if self.kind != "stochastic":
-            unused = ("sigma", "base", "covariance", "tokens")
+            unused = ("sigma", "base", "covariance", "tokens", "share", "ramp")
             _has_no_effect(self, unused, f"kind: {self.kind}")
         return self
 
@@ -182,6 +186,10 @@ class Config(Section):
     image_size: int = Field(default=224, ge=1)
     class_token: bool = False
     """a token that is no patch before the others: needed to go on from MAE, DINO or iBOT"""
+    target: Literal["features", "pixels"] = "features"
+    """what is predicted. features: of an encoder that follows slowly (I-JEPA). pixels: MAE"""
+    norm_pixels: bool = True
+    """pixels of a patch less their mean, over their deviation; for target: pixels"""
     init: str | None = None
     """file or run whose encoder the run begins with, instead of random weights"""
     seed: int = Field(default=0, ge=0)
@@ -217,7 +225,21 @@ class Config(Section):
                 f"of {self.optim.batch_size}"
             )
         if self.compat == "released":
-            _has_no_effect(self.positions, ("covariance", "tokens", "base"), "compat: released")
+            unused = ("covariance", "tokens", "base", "share", "ramp")
+            _has_no_effect(self.positions, unused, "compat: released")
+        if self.positions.ramp > self.optim.epochs:
+            raise ValueError(
+                f"positions.ramp {self.positions.ramp:g} is more than {self.optim.epochs} epochs"
+            )
+        if self.target == "features":
+            _has_no_effect(self, ("norm_pixels",), "target: features")
+        elif self.compat == "released":
+            raise ValueError("compat: the released code predicts features, not target: pixels")
+        elif self.optim.ema != (usual := OptimConfig.model_fields["ema"].default):
+            raise ValueError(
+                "optim.ema has no effect with target: pixels, which has no target encoder; "
+                f"leave it out, or set it to {usual[0]:g} {usual[1]:g}"
+            )
         return self
 
     @property

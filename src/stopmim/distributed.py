@@ -224,12 +224,12 @@ def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) 
     # It warns of changing an output in place, which nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     # Never predictor_embed alone: it is also used outside of its own forward, on the noise.
-    parts = (model.encoder, model.target_encoder, model.predictor)
-    for block in (*model.encoder.blocks, *model.target_encoder.blocks):
+    encoders = (model.encoder, model.target_encoder) if model.target_encoder else (model.encoder,)
+    for block in (block for encoder in encoders for block in encoder.blocks):
         fully_shard(block)
     for block in model.predictor.predictor_blocks:
         fully_shard(block)
-    for part in (*parts, model):
+    for part in (*encoders, model.predictor, model):
         fully_shard(part)
     return model
 

@@ -21,7 +21,7 @@ from stopmim.health import Health, probe
 from stopmim.interop import load_model
 from stopmim.mim import MaskedImageModel
 from stopmim.run import Run
-from stopmim.vit import initialise
+from stopmim.vit import initialise, initialise_mae
 
 Verdict = Literal[
     "healthy", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
@@ -292,8 +292,10 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         now = health.measure(model) | {"step": step}
+        fresh = initialise if model.target == "features" else initialise_mae
         for part in (model.encoder, model.target_encoder, model.predictor):
-            part.apply(initialise)
+            if part is not None:
+                part.apply(fresh)
     return diagnose([{"step": 1, "random_init": health.measure(model)}, now])
 
 

@@ -240,7 +240,7 @@ def write_ijepa(about: Identity, file: Path) -> None:
     parts = {
         "encoder": _weights(model.encoder),
         "predictor": _in_released_order(model.predictor),
-        "target_encoder": _weights(model.target_encoder),
+        "target_encoder": _weights(model.branch()),
     }
     # DistributedDataParallel's prefix: their code adds it, and timm reads nothing without it.
     tree: dict[str, Any] = {
@@ -255,6 +255,8 @@ def write_ijepa(about: Identity, file: Path) -> None:
 def _not_in_ijepa(model: MaskedImageModel) -> str | None:
     predictor = model.predictor
     positions = predictor.positions
+    if model.target == "pixels":
+        return "a predictor of pixels"
     if model.encoder.prefix:
         return "a class token"
     if predictor.noise_embed is not None:

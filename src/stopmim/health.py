@@ -127,7 +127,7 @@ class Health:
     def _tokens(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
         """The targets of every patch, (n, N, D)."""
         images = normalise(pixels.to(self.device))
-        every = torch.arange(model.target_encoder.side**2, device=self.device)
+        every = torch.arange(model.encoder.side**2, device=self.device)
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
             return model.targets(images, every.expand(1, len(images), -1))[0].float()
 
@@ -188,7 +188,7 @@ def noise_to_signal(model: MaskedImageModel) -> float:
     # E|A n|^2 = sigma |A|^2; for covariance "fixed" A is the identity.
     fixed = positions.covariance == "fixed"
     power = positions.width if fixed else predictor.noise_layer.weight.square().sum()
-    return float(positions.sigma * power / signal)
+    return float(positions.share * positions.sigma * power / signal)
 
 
 def neighbour_score(first: Tensor, second: Tensor) -> float:

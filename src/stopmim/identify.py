@@ -85,7 +85,7 @@ def identify(path: str | Path, heads: int | None = None) -> Identity:
     if is_released(tree):
         model = model_in(tree, path, heads)
         epoch = tree.get("epoch") if isinstance(tree.get("epoch"), int) else None
-        return Identity(path, released(tree), model.target_encoder, model, BRANCHES, epoch=epoch)
+        return Identity(path, released(tree), model.branch(), model, BRANCHES, epoch=epoch)
     names = ("target (teacher, the default)", "context (student)")
     both = isinstance(tree, Mapping) and {"teacher", "student"} <= tree.keys()
     encoder = encoder_in(tree, path, "target", heads)
@@ -107,9 +107,9 @@ def _ours(path: Path) -> Identity:
     return Identity(
         path,
         f"stopmim {'run' if is_run else 'checkpoint'}",
-        model.target_encoder,
+        model.branch(),
         model,
-        BRANCHES,
+        BRANCHES if model.target_encoder else (),
         config=Config.model_validate(about["config"], strict=False),
         step=about["step"],
     )

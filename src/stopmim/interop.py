@@ -83,15 +83,13 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
         return foreign.load_huggingface(path, heads).eval()
     if not path.is_dir():
         return encoder_in(read_tree(path), path, branch, heads)
-    model = _load_ours(path).eval()
-    return model.target_encoder if branch == "target" else model.encoder
+    return _load_ours(path).eval().branch(branch)
 
 
 def encoder_in(tree: Any, path: Path, branch: Branch, heads: int | None) -> Encoder:
     """The encoder in `tree`, which was read from the file `path`."""
     if is_released(tree):
-        model = model_in(tree, path, heads)
-        return model.target_encoder if branch == "target" else model.encoder
+        return model_in(tree, path, heads).branch(branch)
     tag = metadata(path).get(ENCODER_TAG)
     own, eps = told(tag and _json(tag, path), path)
     encoder = foreign.load_tree(tree, branch, str(path), heads or own)
@@ -162,7 +160,7 @@ def model_in(tree: Any, path: Path, heads: int | None) -> MaskedImageModel:
         fixed = ENCODER_TAG not in tree
         check_positions(parts[name]["pos_embed"], f"{path}: {name}", fixed=fixed)
     check_positions(parts["predictor"]["predictor_pos_embed"], f"{path}: predictor", fixed=True)
-    for part in (model.encoder, model.target_encoder):
+    for part in (model.encoder, model.branch()):
         foreign.set_eps(part, eps)
     return model.eval()
 
@@ -268,7 +266,7 @@ def start(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageMode
 
 
 def start_from(model: MaskedImageModel, source: str) -> None:
-    """Gives both encoders of `model` the weights of the encoder in `source`.
+    """Gives the encoders of `model` the weights of the encoder in `source`.
 
     Its positions come along, resized if the images have another size, and stay fixed.
     """
@@ -289,5 +287,5 @@ def start_from(model: MaskedImageModel, source: str) -> None:
     state["pos_embed"] = torch.cat(
         [given.pos_embed[:, : given.prefix], given.positions(side, side)], 1
     )
-    for part in (model.encoder, model.target_encoder):
+    for part in (model.encoder, model.branch()):
         part.load_state_dict(state)

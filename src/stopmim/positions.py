@@ -100,6 +100,7 @@ class StochasticPositions(Positions):
         bias: "mask_token" is the paper: the bias of `project` never touches the noise, m~ is a
             parameter of its own. "project" is the released code: the bias of `project` takes the
             place of m~, and there is noise in evaluation too.
+        share: chance of a token to be at an uncertain place; the others are told theirs exactly.
     """
 
     def __init__(
@@ -111,12 +112,15 @@ class StochasticPositions(Positions):
         base: Base = "sincos",
         covariance: Covariance = "projected",
         bias: Bias = "mask_token",
+        share: float = 1.0,
     ) -> None:
         super().__init__(side, width, base=base, bias=bias)
         _one_of("covariance", covariance, get_args(Covariance))
         if not 0 <= sigma < math.inf:
             raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
-        self.sigma, self.covariance = sigma, covariance
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        self.sigma, self.covariance, self.share = sigma, covariance, share
 
     def draw(
         self, index: Tensor, project: nn.Linear, generator: torch.Generator | None = None
@@ -127,9 +131,13 @@ class StochasticPositions(Positions):
         """
         width = self.width if self.covariance == "fixed" else project.in_features
         shape = (*index.shape, width)
-        return torch.randn(shape, generator=generator, device=index.device).mul_(
+        noise = torch.randn(shape, generator=generator, device=index.device).mul_(
             math.sqrt(self.sigma)
         )
+        if self.share < 1:
+            chance = torch.rand(index.shape, generator=generator, device=index.device)
+            noise.masked_fill_((chance >= self.share)[..., None], 0.0)
+        return noise
 
     def forward(
         self,

@@ -1,11 +1,13 @@
-"""The predictor g: from what is seen, and where to look, to the features of the masked patches.
+"""The predictor g: from what is seen, and where to look, to what the masked patches hold.
 
-Shapes: B images, C context tokens, M target blocks of K tokens, D encoder width, P own width.
+Shapes: B images, C context tokens, M target blocks of K tokens, D encoder width, P own width, T
+numbers predicted per patch: D features, or its pixels.
 """
 
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.positions import Positions, StochasticPositions
@@ -34,6 +36,7 @@ class Predictor(nn.Module):
         noisy: the tokens whose positions are stochastic; the paper's choice is "masked".
         tied: A projects the context and the noise. False gives the noise a matrix of its own,
             which then shrinks to nothing: the paper's collapse.
+        outputs: T; as many as the encoder is wide without it.
     """
 
     recompute = False  # as VisionTransformer.recompute
@@ -48,6 +51,7 @@ class Predictor(nn.Module):
         *,
         noisy: Literal["masked", "context", "both"] = "masked",
         tied: bool = True,
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         if noisy not in ("masked", "context", "both"):
@@ -59,7 +63,7 @@ class Predictor(nn.Module):
         self.noise_embed = None if tied else nn.Linear(encoder_width, width, bias=False)
         self.predictor_blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
         self.predictor_norm = nn.LayerNorm(width, eps=EPS)
-        self.predictor_proj = nn.Linear(width, encoder_width)
+        self.predictor_proj = nn.Linear(width, outputs or encoder_width)
         self.apply(initialise)
         self.positions = positions
         stochastic = isinstance(positions, StochasticPositions)
@@ -97,9 +101,11 @@ class Predictor(nn.Module):
         target_index: Tensor,
         noise: Noise | None = None,
     ) -> Tensor:
-        """Predicted features (M, B, K, D) of the patches `target_index` (M, B, K).
+        """What is predicted, (M, B, K, T), of the patches `target_index` (M, B, K).
 
         The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
+        A context of more tokens than `context_index` (B, C) has those of no place first (MAE's
+        class token), whose position is zeros.
         """
         noise = noise or Noise()
         for tokens, given, noisy in (
@@ -109,9 +115,10 @@ class Predictor(nn.Module):
             if given is not None and not noisy:
                 raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
         blocks, batch, _ = target_index.shape
-        c = self.predictor_embed(context) + self._positions(  # c_i = A s_i + psi_i
-            context_index, noise.context, "context", self.noisy_context
-        )
+        places = self._positions(context_index, noise.context, "context", self.noisy_context)
+        if placeless := context.shape[1] - context_index.shape[1]:
+            places = F.pad(places, (0, 0, placeless, 0))
+        c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i
         m = self._positions(target_index, noise.masked, "masked", self.noisy_masked)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)

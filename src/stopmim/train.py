@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim import checkpoint, masking
+from stopmim import checkpoint, masking, schedules
 from stopmim._version import __version__
-from stopmim.config import Config, flatten
+from stopmim.config import Config, PositionsConfig, flatten
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
 from stopmim.data.skip import without_skipped
-from stopmim.data.transforms import augment, normalise
+from stopmim.data.transforms import AUGMENT, normalise
 from stopmim.distributed import (
     ALONE,
     World,
@@ -51,6 +51,7 @@ from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.mirror import Mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
+from stopmim.positions import Positions, StochasticPositions
 from stopmim.predictor import Noise, Predictor
 from stopmim.run import BadFiles, Metrics, Run, begin, claimed, git_state
 from stopmim.runtime import (
@@ -78,13 +79,28 @@ class Compared(NamedTuple):
     predicted_std: Tensor
 
 
-def compare(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
+def compare(
+    model: nn.Module,
+    batch: Batch,
+    noise: Noise,
+    distance: Callable[[Tensor, Tensor], Tensor] = F.smooth_l1_loss,
+) -> Compared:
     """The loss of one part of a batch; this is what gets compiled."""
-    predicted, target = model(batch, noise)  # both (M, B, K, D)
-    loss = F.smooth_l1_loss(predicted.float(), target.float())
+    predicted, target = model(batch, noise)  # both (M, B, K, T)
+    loss = distance(predicted.float(), target.float())
     with torch.no_grad():
         spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
     return Compared(loss, *spread)
+
+
+def compare_pixels(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
+    """The same for MAE: the squared error, of masked patches alone."""
+    return compare(model, batch, noise, F.mse_loss)
+
+
+def comparison(config: Config) -> Callable[[nn.Module, Batch, Noise], Compared]:
+    """Which of the two a run is trained with."""
+    return compare if config.target == "features" else compare_pixels
 
 
 def train_step(
@@ -203,6 +219,15 @@ def draw_noise(
     )
 
 
+def set_sigma(
+    positions: Positions, config: PositionsConfig, step: int, steps_per_epoch: int
+) -> None:
+    """Gives `positions` the sigma of update number `step`, which ``positions.ramp`` lets grow."""
+    ramp = int(config.ramp * steps_per_epoch)
+    if ramp and config.sigma is not None and isinstance(positions, StochasticPositions):
+        positions.sigma = schedules.linear(step, total=ramp, start=0.0, final=config.sigma)
+
+
 # ------------------------------------------------------------------------------ a whole run
 
 
@@ -271,7 +296,7 @@ def _train(
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-    loss = compiled(compare, config, device)
+    loss = compiled(comparison(config), config, device)
 
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)
@@ -300,8 +325,8 @@ def _train(
         if not loaded.images.numel():
             bad_files.add(bad, usable=False)
         pixels = loaded.images.to(device, non_blocking=True)
-        if config.data.augmentation == "released":
-            pixels = augment(pixels, loaded.augmentation.to(device, non_blocking=True))
+        if change := AUGMENT.get(config.data.augmentation or "crop"):
+            pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
         noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
         return Batch(normalise(pixels), *masks), noise
 
@@ -311,6 +336,7 @@ def _train(
         while step < total:
             now = rates(optim, step, per_epoch)
             set_rates(optimizer, now)
+            set_sigma(model.predictor.positions, config.positions, step, per_epoch)
             masks = draw_masks(config, step, parts, device)
             values = train_step(
                 model,
@@ -349,6 +375,8 @@ def _train(
             if log:
                 line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
                 line |= {name: float(value) for name, value in values.items()}
+                if config.target == "pixels":
+                    del line["momentum"]  # of nothing
                 line |= _norms(model) | clock.read(step, optim.batch_size)
                 line |= health.measure(model) if health and examine else {}
                 line |= {"random_init": untrained} if step == 1 and untrained else {}

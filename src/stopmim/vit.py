@@ -117,6 +117,13 @@ def initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
+def initialise_mae(module: nn.Module) -> None:
+    """MAE's: the same, with matrices and the patch projection, as a matrix, Xavier-uniform."""
+    initialise(module)
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(module.weight.flatten(1))  # a view
+
+
 class VisionTransformer(nn.Module):
     """Patches to features: ``s = f(x)``. Positions are a fixed table, part of the state dict.
 
@@ -198,11 +205,17 @@ class VisionTransformer(nn.Module):
         first = self.cls_token + self.pos_embed[:, :1]
         return torch.cat([first.expand(len(x), -1, -1), x], dim=1)
 
-    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
+    def forward(
+        self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
+    ) -> Tensor:
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone.
+
+        With `all_tokens` the class token is before them, if there is one.
+        """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
         x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
-        return self.norm(x)[:, self.prefix :] if self.prefix else self.norm(x)
+        x = self.norm(x)
+        return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
     def features(
         self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"

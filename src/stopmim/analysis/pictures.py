@@ -18,7 +18,7 @@ from PIL import Image
 
 from stopmim.config import Config
 from stopmim.data import Crops, Images, Order, steps_per_epoch
-from stopmim.data.transforms import augment
+from stopmim.data.transforms import AUGMENT
 from stopmim.train import draw_masks
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ def previews(images: Images, config: Config, step: int, count: int) -> list[Prev
         if sample.image is None:
             continue
         pixels = sample.image[None]  # (1, 3, H, W)
-        if config.data.augmentation == "released":
+        if change := AUGMENT.get(config.data.augmentation or "crop"):
             numbers = torch.from_numpy(sample.augmentation)[None]
-            pixels = augment(pixels, numbers).round().clamp(0, 255).byte()
+            pixels = change(pixels, numbers).round().clamp(0, 255).byte()
         image = pixels[0].permute(1, 2, 0).numpy()  # (3, H, W) -> (H, W, 3)
         context, targets = masks.context[i].numpy(), masks.targets[:, i].numpy()
         found.append(Preview(image, context, targets, config.side))

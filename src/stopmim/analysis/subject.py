@@ -69,5 +69,5 @@ def indices(views: list[Preview]) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def tokens(model: MaskedImageModel, images: Tensor) -> Tensor:
     """The targets at every patch, (n, N, D)."""
-    every = torch.arange(model.target_encoder.side**2)
+    every = torch.arange(model.encoder.side**2)
     return model.targets(images, every.expand(1, len(images), -1))[0]

@@ -109,18 +109,26 @@ def draw_augmentation(rng: np.random.Generator) -> np.ndarray:
     return np.array([chance[0] < 0.5, chance[1] < 0.2, radius * (chance[2] < 0.5)], np.float32)
 
 
+def flip(images: Tensor, numbers: Tensor) -> Tensor:
+    """Left and right exchanged where `draw_augmentation` says so, and nothing else."""
+    return torch.where(numbers[:, :1, None, None] > 0, images.flip(-1), images)
+
+
 def augment(images: Tensor, numbers: Tensor) -> Tensor:
     """Flipped, greyed, blurred, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
 
     Args:
         numbers: (B, 3), one row of `draw_augmentation` per image.
     """
-    flip, grey, radius = numbers.view(-1, 3, 1, 1, 1).unbind(1)  # 3 x (B, 1, 1, 1)
-    images = torch.where(flip > 0, images.flip(-1), images)
+    _, grey, radius = numbers.view(-1, 3, 1, 1, 1).unbind(1)  # 3 x (B, 1, 1, 1)
+    images = flip(images, numbers)
     red, green, blue = images.unbind(1)  # 3 x (B, H, W)
     luma = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
     images = torch.where(grey > 0, luma[:, None], images)  # uint8 -> float32
     return torch.where(radius > 0, _blur(images, radius[:, 0]), images)
+
+
+AUGMENT = {"flip": flip, "released": augment}  # by data.augmentation; "crop" is neither
 
 
 def _blur(images: Tensor, radius: Tensor) -> Tensor:
