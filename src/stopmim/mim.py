@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stopmim.arch import parse_arch
 from stopmim.config import Config
 from stopmim.keys import seed_of
-from stopmim.positions import Positions, StochasticPositions
+from stopmim.positions import Covariance, JitteredPositions, Positions, StochasticPositions
 from stopmim.predictor import Noise, Predictor
 from stopmim.vit import VisionTransformer, take
 
@@ -101,14 +101,20 @@ def build_positions(config: Config) -> Positions:
     match p.kind:
         case "sincos" | "learned":
             return Positions(side, width, base=p.kind, bias=bias)
+        case "jitter":
+            return JitteredPositions(side, width, _resolved(p.sigma), bias=bias)
         case "stochastic":
-            if p.sigma is None:
-                raise ValueError("positions.sigma is not resolved")
-            covariance: Literal["fixed", "projected"] = (
-                "fixed" if p.covariance == "fixed" else "projected"
+            covariance: Covariance = (
+                p.covariance if p.covariance in ("fixed", "conditioned") else "projected"
             )
             return StochasticPositions(
-                side, width, p.sigma, base=p.base, covariance=covariance, bias=bias
+                side, width, _resolved(p.sigma), base=p.base, covariance=covariance, bias=bias
             )
         case unknown:
             assert_never(unknown)
+
+
+def _resolved(sigma: float | None) -> float:
+    if sigma is None:
+        raise ValueError("positions.sigma is not resolved")
+    return sigma

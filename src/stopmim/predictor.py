@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stopmim.positions import Positions, StochasticPositions
+from stopmim.positions import Positions
 from stopmim.vit import EPS, Block, initialise, through
 
 # I-JEPA keeps these at the top of its predictor; here they belong to `positions`.
@@ -19,9 +19,9 @@ _RELEASED_NAMES = {
 
 
 class Noise(NamedTuple):
-    """The draws of one batch, as `StochasticPositions.draw` returns them; None: no uncertainty."""
+    """The draws of one batch, as `draw` of the positions returns them; None: no uncertainty."""
 
-    masked: Tensor | None = None  # (M, B, K, D)
+    masked: Tensor | None = None  # (M, B, K, D) for StoP
     context: Tensor | None = None  # (B, C, D)
 
 
@@ -62,9 +62,8 @@ class Predictor(nn.Module):
         self.predictor_proj = nn.Linear(width, encoder_width)
         self.apply(initialise)
         self.positions = positions
-        stochastic = isinstance(positions, StochasticPositions)
-        self.noisy_masked = stochastic and noisy in ("masked", "both")
-        self.noisy_context = stochastic and noisy in ("context", "both")
+        self.noisy_masked = positions.uncertain and noisy in ("masked", "both")
+        self.noisy_context = positions.uncertain and noisy in ("context", "both")
         self.register_state_dict_post_hook(_to_released_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_released_names)  # type: ignore[no-untyped-call]
 
@@ -80,14 +79,12 @@ class Predictor(nn.Module):
 
         `context_index` is (B, C), `target_index` (M, B, K).
         """
-        positions = self.positions
-        if not isinstance(positions, StochasticPositions):
-            return Noise()
         masked = context = None
         if self.noisy_masked:
-            masked = positions.draw(target_index, self.noise_layer, generator)
+            seen = context_index.shape[1]
+            masked = self.positions.draw(target_index, self.noise_layer, generator, seen=seen)
         if self.noisy_context:
-            context = positions.draw(context_index, self.noise_layer, generator)
+            context = self.positions.draw(context_index, self.noise_layer, generator)
         return Noise(masked, context)
 
     def forward(
@@ -112,7 +109,7 @@ class Predictor(nn.Module):
         c = self.predictor_embed(context) + self._positions(  # c_i = A s_i + psi_i
             context_index, noise.context, "context", self.noisy_context
         )
-        m = self._positions(target_index, noise.masked, "masked", self.noisy_masked)
+        m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, context)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         *before, last = self.predictor_blocks
@@ -122,11 +119,16 @@ class Predictor(nn.Module):
         return x.unflatten(0, (blocks, batch))
 
     def _positions(
-        self, index: Tensor, noise: Tensor | None, tokens: Literal["masked", "context"], noisy: bool
+        self,
+        index: Tensor,
+        noise: Tensor | None,
+        tokens: Literal["masked", "context"],
+        noisy: bool,
+        context: Tensor | None = None,
     ) -> Tensor:
         if not noisy:
             return self.positions.mean(index, tokens)
-        return self.positions(index, self.noise_layer, noise=noise, tokens=tokens)
+        return self.positions(index, self.noise_layer, noise=noise, tokens=tokens, context=context)
 
 
 def _to_released_names(module: nn.Module, state: Any, prefix: str, _: Any) -> None:

@@ -97,6 +97,7 @@ def train_step(
     amp: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None,
+    penalty: tuple[float, float] = (0.0, 0.0),
     broken: Tensor | None = None,
     compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
     world: World = ALONE,
@@ -108,6 +109,7 @@ def train_step(
     that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
     first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
     `spread` is what distributed.spread made of `model`: every rank of `world` has its own parts.
+    `penalty` has the weights of `penalise`.
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
@@ -122,6 +124,7 @@ def train_step(
     values = world.mean_(torch.stack(sums).sum(dim=0))
     if scaler:
         scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
+    penalised = {"penalty": penalise(model.predictor, *penalty)} if any(penalty) else {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
@@ -137,7 +140,20 @@ def train_step(
     else:
         optimizer.step()
     model.update_target(momentum)
-    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm}
+    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm} | penalised
+
+
+@torch.no_grad()
+def penalise(predictor: Predictor, l1: float, l2: float) -> Tensor:
+    """Adds l1 * sum|A| + l2 * sum A^2 to what is minimised, by its gradient, and returns it.
+
+    It depends on no image, so it comes once per update, after the parts, ranks and pieces (FSDP) of
+    the batch are together. The logged loss is that of the predictions alone.
+    """
+    a = predictor.predictor_embed.weight
+    assert a.grad is not None
+    a.grad += l1 * a.sign() + 2 * l2 * a
+    return whole(l1 * a.abs().sum() + l2 * a.square().sum())
 
 
 def draw_masks(
@@ -321,6 +337,7 @@ def _train(
                 amp=amp,
                 scaler=scaler,
                 clip=optim.clip_grad,
+                penalty=(optim.penalty_l1, optim.penalty_l2),
                 broken=broken,
                 compare=loss,
                 world=world,
