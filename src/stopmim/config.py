@@ -198,6 +198,8 @@ class Config(Section):
     seed: int = Field(default=0, ge=0)
     compat: Compat | None = None
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""
+    lowres: Literal["bilinear", "max"] | None = None
+    """also predicts the targets at half the resolution: their mean or maximum over 2x2 patches"""
     data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
     positions: PositionsConfig = PositionsConfig()
@@ -227,6 +229,13 @@ class Config(Section):
                 f"runtime.accumulate: {self.runtime.accumulate} parts do not divide the batch "
                 f"of {self.optim.batch_size}"
             )
+        if self.lowres and self.positions.kind != "sincos":
+            raise ValueError(
+                f"lowres: is for certain places, got positions.kind {self.positions.kind}; "
+                f"set positions.kind: sincos"
+            )
+        if self.lowres and self.masking.kind != "multiblock":
+            raise ValueError("lowres: needs rectangles; set masking.kind: multiblock")
         if self.compat == "released":
             _has_no_effect(self.positions, ("covariance", "tokens", "base"), "compat: released")
         return self

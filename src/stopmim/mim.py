@@ -2,7 +2,8 @@
 
 `get_target` of the paper is `MaskedImageModel.targets`: features of the EMA encoder (I-JEPA).
 
-Shapes: B images, C context patches, M target blocks of K patches, N patches, D width.
+Shapes: B images, C context patches, M target blocks of K patches or L cells of 2x2 patches, N
+patches, D width.
 """
 
 import copy
@@ -24,24 +25,60 @@ class Batch(NamedTuple):
     images: Tensor  # (B, 3, H, W), normalised
     context: Tensor  # (B, C) int64 patch numbers
     targets: Tensor  # (M, B, K) int64 patch numbers
+    cells: Tensor | None = None  # (M, B, L) from masking.cells, for `lowres`
 
 
 class MaskedImageModel(nn.Module):
     """Encoder f, predictor g, and a target encoder that follows f slowly.
 
     With `Positions` in the predictor this is I-JEPA, with `StochasticPositions` I-JEPA + StoP.
+
+    `lowres` predicts the targets at half the resolution too, the paper's rival of blurred places:
+    the mean ("bilinear") or the largest value ("max") of every 2x2 cell, at the centre of the cell.
     """
 
-    def __init__(self, encoder: VisionTransformer, predictor: Predictor) -> None:
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        predictor: Predictor,
+        lowres: Literal["bilinear", "max"] | None = None,
+    ) -> None:
         super().__init__()
+        positions = predictor.positions
+        if lowres and (positions.uncertain or isinstance(positions.table, nn.Parameter)):
+            raise ValueError("lowres is for certain sine-cosine positions")
+        self.lowres = lowres
         self.encoder = encoder
         self.predictor = predictor
         self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
 
-    def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(predicted, target), both (M, B, K, D). What training calls, and the only thing."""
+    def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, ...]:
+        """(predicted, target), both (M, B, K, D). What training calls, and the only thing.
+
+        With `lowres` four: then both again at half the resolution, (M, B, L, D).
+        """
+        if self.lowres:
+            return self._at_both_scales(batch)
         target = self.targets(batch.images, batch.targets)
         return self.predict(batch.images, batch.context, batch.targets, noise), target
+
+    def _at_both_scales(self, batch: Batch) -> tuple[Tensor, ...]:
+        if batch.cells is None:
+            raise ValueError("lowres needs the cells of the targets, as masking.cells gives them")
+        context = self.encoder(batch.images, batch.context)
+        predicted = self.predictor(context, batch.context, batch.targets)
+        # The first patch of a cell is at its upper left: the centre is half a patch from it.
+        half = torch.full((2,), 0.5, device=batch.cells.device)
+        predicted_low = self.predictor(context, batch.context, batch.cells, moved_by=half)
+        # The four patches of a cell beside the targets, so that the image is encoded once.
+        side = self.target_encoder.side
+        four = [batch.cells + step for step in (0, 1, side, side + 1)]
+        both = self.targets(batch.images, torch.cat([batch.targets, *four], dim=-1))
+        sizes = [x.shape[-1] for x in (batch.targets, *four)]
+        target, *cell = both.split(sizes, dim=2)
+        cell = torch.stack(cell)  # (4, M, B, L, D)
+        low = cell.mean(dim=0) if self.lowres == "bilinear" else cell.amax(dim=0)
+        return predicted, target, predicted_low, low
 
     def predict(
         self,
@@ -90,7 +127,7 @@ def build(config: Config) -> MaskedImageModel:
             tied=config.positions.covariance != "untied",
         )
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
-    return MaskedImageModel(encoder, predictor)
+    return MaskedImageModel(encoder, predictor, config.lowres)
 
 
 def build_positions(config: Config) -> Positions:

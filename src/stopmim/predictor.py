@@ -93,10 +93,12 @@ class Predictor(nn.Module):
         context_index: Tensor,
         target_index: Tensor,
         noise: Noise | None = None,
+        moved_by: Tensor | None = None,
     ) -> Tensor:
         """Predicted features (M, B, K, D) of the patches `target_index` (M, B, K).
 
         The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
+        `moved_by` (2,) asks for places that far down and to the right of the patches, if certain.
         """
         noise = noise or Noise()
         for tokens, given, noisy in (
@@ -109,7 +111,10 @@ class Predictor(nn.Module):
         c = self.predictor_embed(context) + self._positions(  # c_i = A s_i + psi_i
             context_index, noise.context, "context", self.noisy_context
         )
-        m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, context)
+        if moved_by is None:
+            m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, context)
+        else:
+            m = self.positions.mean(target_index, "masked", moved_by)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         *before, last = self.predictor_blocks

@@ -80,8 +80,10 @@ class Compared(NamedTuple):
 
 def compare(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
     """The loss of one part of a batch; this is what gets compiled."""
-    predicted, target = model(batch, noise)  # both (M, B, K, D)
+    predicted, target, *low = model(batch, noise)  # both (M, B, K, D)
     loss = F.smooth_l1_loss(predicted.float(), target.float())
+    if low:  # the map at half the resolution counts as much
+        loss = (loss + F.smooth_l1_loss(low[0].float(), low[1].float())) / 2
     with torch.no_grad():
         spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
     return Compared(loss, *spread)
@@ -156,6 +158,12 @@ def penalise(predictor: Predictor, l1: float, l2: float) -> Tensor:
     return whole(l1 * a.abs().sum() + l2 * a.square().sum())
 
 
+def draw_sizes(config: Config, step: int) -> masking.Sizes:
+    """The block sizes of the batch of `step`."""
+    on_host = torch_generator("sizes", config.seed, step)
+    return masking.draw_sizes(config.side, generator=on_host, **size_options(config.masking))
+
+
 def draw_masks(
     config: Config, step: int, parts: list[slice], device: torch.device
 ) -> list[masking.Masks]:
@@ -165,9 +173,7 @@ def draw_masks(
     if m.kind == "random":
         every = masking.random(size, side, generator=places, ratio=m.ratio)
         return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
-    on_host = torch_generator("sizes", config.seed, step)
-    sizes = masking.draw_sizes(side, generator=on_host, **size_options(m))
-    options = multiblock_options(m) | {"sizes": sizes}
+    options = multiblock_options(m) | {"sizes": draw_sizes(config, step)}
     if m.compat == "released":
         # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
         return [
@@ -319,7 +325,10 @@ def _train(
         if config.data.augmentation == "released":
             pixels = augment(pixels, loaded.augmentation.to(device, non_blocking=True))
         noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
-        return Batch(normalise(pixels), *masks), noise
+        cells = None
+        if config.lowres:
+            cells = masking.cells(masks.targets, draw_sizes(config, step).target, config.side)
+        return Batch(normalise(pixels), *masks, cells), noise
 
     ### The loop
     with signals() as received, Ticker("pretrain", total, step) as ticker:
