@@ -34,7 +34,7 @@ from stopmim.interop import (
 )
 from stopmim.keys import torch_generator
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions
+from stopmim.positions import JitteredPositions, StochasticPositions
 from stopmim.predictor import Predictor
 from stopmim.vit import VisionTransformer
 
@@ -263,8 +263,10 @@ def _not_in_ijepa(model: MaskedImageModel) -> str | None:
         return "untied noise"
     if isinstance(positions.table, nn.Parameter):
         return "learned positions"
+    if isinstance(positions, JitteredPositions):
+        return "jittered positions"
     if isinstance(positions, StochasticPositions) and positions.covariance != "projected":
-        return "a fixed covariance"
+        return f"a {positions.covariance} covariance"
     return None
 
 

@@ -23,7 +23,7 @@ from stopmim.interop import (
     model_in,
 )
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions, sincos_2d
+from stopmim.positions import JitteredPositions, StochasticPositions, sincos_2d
 from stopmim.predictor import Predictor
 from stopmim.run import Run
 from stopmim.untrusted import metadata, read_json, read_tree
@@ -171,6 +171,8 @@ def variant(predictor: Predictor) -> str:
     """I-JEPA or StoP, and which StoP."""
     own, depth = predictor.positions, len(predictor.predictor_blocks)
     size = f"width {own.width}, depth {depth}"
+    if isinstance(own, JitteredPositions):
+        return f"I-JEPA, jittered positions, sigma {own.sigma:g} patches squared, {size}"
     if not isinstance(own, StochasticPositions):
         return f"I-JEPA, certain positions, {size}"
     mode = " as released (no mask token)" if own.bias == "project" else ""

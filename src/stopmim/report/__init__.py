@@ -23,7 +23,6 @@ from stopmim.data.skip import without_skipped
 from stopmim.doctor import Diagnosis, diagnose
 from stopmim.errors import UserError
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions
 from stopmim.report import explorer
 from stopmim.report.results import best, count, said, shown, time
 from stopmim.run import Run, write_whole
@@ -186,6 +185,7 @@ _METHODS = {
     "stochastic": "I-JEPA + StoP",
     "sincos": "I-JEPA",
     "learned": "I-JEPA with learned positions",
+    "jitter": "I-JEPA with jittered positions",
 }
 
 
@@ -279,11 +279,11 @@ def _previews(found: list[pictures.Preview], config: Config) -> dict[str, Any]:
 
 
 def _similarity(config: Config | None, model: MaskedImageModel | None) -> dict[str, Any] | None:
-    """The figure, for a model with stochastic positions."""
+    """The figure, for a model whose positions have noise, and the same noise for all images."""
     if config is None or model is None:
         return None
     positions = model.predictor.positions
-    if not isinstance(positions, StochasticPositions):
+    if not positions.uncertain or positions.conditioned:
         return None
     found = similarity.of_model(model, config.seed)
     alt = (
