@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stopmim._version import __version__
+from stopmim.config import Config
 from stopmim.foreign import Branch
 from stopmim.identify import Identity
 from stopmim.interop import Shape
@@ -19,7 +20,9 @@ BRANCH = {
 def card(about: Identity, encoder: VisionTransformer, to: str, branch: Branch) -> str:
     """The text, in Markdown with the front matter the hub expects."""
     size = encoder.side * encoder.patch
-    which = BRANCH[branch] if about.branches and to != "ijepa" else "all that is in it"
+    which = BRANCH[branch] if about.branches else "its encoder"
+    if to in ("ijepa", "mae"):
+        which = "all that is in it"
     rows = "\n".join(f"| {name} | {value} |" for name, value in about.rows[1:-2])
     return f"""---
 license: other
@@ -56,6 +59,7 @@ NAMES = {
     "hf": "Hugging Face transformers",
     "onnx": "ONNX",
     "ijepa": "the code of I-JEPA and StoP",
+    "mae": "the code of MAE",
     "safetensors": "stopmim and plain PyTorch",
 }
 
@@ -141,6 +145,18 @@ def _ijepa(encoder: VisionTransformer) -> str:
     )
 
 
+def _mae(encoder: VisionTransformer) -> str:
+    return _python(
+        "from safetensors.torch import load_file\n\n"
+        'weights = load_file("model.safetensors")  # for MaskedAutoencoderViT.load_state_dict'
+    ) + (
+        "\nKeys are those of MAE's code, its `model`: the encoder under timm's names, then\n"
+        "`mask_token` and `decoder_...`. The header says how many heads the decoder has and\n"
+        "whether its pixels are normed, `stopmim.predictor`; with StoP in training the masked\n"
+        "tokens are those of MAE as soon as there is no noise.\n"
+    )
+
+
 def _safetensors(encoder: VisionTransformer) -> str:
     return (
         _python(
@@ -152,7 +168,14 @@ def _safetensors(encoder: VisionTransformer) -> str:
     )
 
 
-HOW = {"timm": _timm, "hf": _hf, "onnx": _onnx, "ijepa": _ijepa, "safetensors": _safetensors}
+HOW = {
+    "timm": _timm,
+    "hf": _hf,
+    "onnx": _onnx,
+    "ijepa": _ijepa,
+    "mae": _mae,
+    "safetensors": _safetensors,
+}
 
 
 def _pooling(encoder: VisionTransformer) -> str:
@@ -170,8 +193,14 @@ def _training(about: Identity) -> str:
 
 {c.arch}, images of {c.image_size} pixels, {c.positions.kind} positions, {c.masking.kind} masks;
 step {about.step} of {c.optim.epochs} epochs with batch {c.optim.batch_size}, learning rate
-{c.optim.lr:g}, EMA {c.optim.ema[0]:g} to {c.optim.ema[1]:g}, seed {c.seed}.{_data(about.path)}
+{c.optim.lr:g}, {_target(c)}, seed {c.seed}.{_data(about.path)}
 """
+
+
+def _target(config: Config) -> str:
+    if config.target == "pixels":
+        return f"{'normed ' if config.norm_pixels else ''}pixels predicted"
+    return f"EMA {config.optim.ema[0]:g} to {config.optim.ema[1]:g}"
 
 
 def _run(path: Path) -> Run | None:

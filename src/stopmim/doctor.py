@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from stopmim import checkpoint
-from stopmim.config import Config
+from stopmim.config import Config, MaskingConfig
 from stopmim.data import open_images
 from stopmim.errors import UserError
 from stopmim.health import Health, probe
@@ -182,10 +182,21 @@ RULES = (
         ),
         "the predictor knows the place of a patch and nothing of the image",
         (
-            "show more of the image: raise --masking.context_length, lower --masking.target_scale",
+            "show more of the image: raise --masking.context_length, lower --masking.target_scale"
+            " (random masks: lower --masking.ratio)",
             "look at `stopmim analyse masks` and the images: can what is hidden be told at all?",
         ),
     ),
+)
+# Pixels stay what they are: if they are poor, so are the images, and nothing can collapse.
+RULES_FOR_PIXELS = (
+    Rule(
+        "collapse",
+        lambda s: s.now["target_image_share"] < 0.02 or s.now["target_spread"] < 0.05,
+        "the pixels to predict are the same in all images",
+        ("look at the data: are all images alike, or read wrongly?",),
+    ),
+    *(rule for rule in RULES if rule.verdict in ("healthy", "shortcut")),
 )
 TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
 
@@ -199,7 +210,7 @@ def diagnose(metrics: Sequence[Row]) -> Diagnosis:
     half = min(rows, key=lambda row: abs(row["step"] - now["step"] / 2))
     signs = Signs(now, half, start or rows[0], rows)
     evidence = tuple(_evidence(now, start))
-    for rule in RULES:
+    for rule in RULES_FOR_PIXELS if "feature_rank" in now else RULES:
         if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
             keep = _best(rule.verdict, rows)
             return Diagnosis(
@@ -229,8 +240,12 @@ SHOWN = (
     ("predicted_mean_share", "share of the predictions that is the mean target", "falls"),
     ("skill", "predicted of what images decide", "above 0.02, rises"),
     ("noise_to_signal", "noise to signal of masked positions", "above 0 with StoP"),
+    ("feature_rank", "effective rank of the features", "not judged"),
     ("neighbours", "two crops of an image find each other", "above 0.5"),
 )
+
+
+CONSTANT = ("target_rank", "target_spread", "target_image_share")  # where pixels are the targets
 
 
 def _evidence(now: Row, start: Row | None) -> list[Evidence]:
@@ -238,7 +253,7 @@ def _evidence(now: Row, start: Row | None) -> list[Evidence]:
     return [
         Evidence(name, float(now[key]), None if start is None else start.get(key), bar)
         for key, name, bar in (*SHOWN, *knn)
-        if key in now
+        if key in now and not (key in CONSTANT and "feature_rank" in now)
     ]
 
 
@@ -307,4 +322,5 @@ def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int]:
         state = checkpoint.state(path)
         return Config.model_validate_json(json.dumps(state["config"])), int(state["step"])
     patch, side = model.encoder.patch, model.encoder.side
-    return Config(arch=f"vit_b{patch}", image_size=patch * side), 0
+    masks = MaskingConfig(kind="random" if model.target == "pixels" else "multiblock")
+    return Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks), 0

@@ -33,12 +33,13 @@ from stopmim.interop import (
     predictor_tag,
 )
 from stopmim.keys import torch_generator
+from stopmim.mae import to_mae
 from stopmim.mim import MaskedImageModel
 from stopmim.positions import JitteredPositions, StochasticPositions
 from stopmim.predictor import Predictor
 from stopmim.vit import VisionTransformer
 
-Format = Literal["timm", "hf", "onnx", "ijepa", "safetensors"]
+Format = Literal["timm", "hf", "onnx", "ijepa", "mae", "safetensors"]
 
 AGREE = 1e-4  # difference allowed between the features of an ONNX file and ours
 OPSET = 18
@@ -52,11 +53,11 @@ def export(
     branch: Branch = "target",
     heads: int | None = None,
 ) -> Path:
-    """Writes the encoder in `path`, or for "ijepa" the whole model, to the new folder `out`.
+    """Writes the encoder in `path`, or for "ijepa" and "mae" the whole model, to the folder `out`.
 
     Args:
         path: anything `load_encoder` reads.
-        to: timm, hf (a folder for ``from_pretrained``), onnx, ijepa, or safetensors.
+        to: timm, hf (a folder for ``from_pretrained``), onnx, ijepa, mae, or safetensors.
         branch: "target" is the EMA encoder, which the papers evaluate. I-JEPA's layout has both.
     """
     if to not in get_args(Format):
@@ -82,6 +83,8 @@ def export(
                 write_onnx(encoder, temporary / "model.onnx")
             case "ijepa":
                 write_ijepa(about, temporary / "model.pth.tar")
+            case "mae":
+                write_mae(about, temporary / "model.safetensors")
         text = card.card(about, encoder, to, branch)
         (temporary / "README.md").write_text(text, encoding="utf-8")
         for file in temporary.iterdir():
@@ -253,12 +256,31 @@ def write_ijepa(about: Identity, file: Path) -> None:
 
 
 def _not_in_ijepa(model: MaskedImageModel) -> str | None:
-    predictor = model.predictor
-    positions = predictor.positions
     if model.target == "pixels":
-        return "a predictor of pixels"
+        return "a predictor of pixels: use --to mae"
     if model.encoder.prefix:
         return "a class token"
+    return _not_in_either(model.predictor)
+
+
+def write_mae(about: Identity, file: Path) -> None:
+    """Encoder and decoder under the names of MAE's code, with what these leave out as a tag."""
+    model = about.model
+    if model is None or model.target != "pixels":
+        raise CheckpointError(f"{about.path}: no predictor of pixels in it, which MAE's layout has")
+    if problem := _not_in_either(model.predictor):
+        raise CheckpointError(f"{about.path}: MAE's layout has no place for {problem}")
+    if not model.encoder.prefix:
+        raise CheckpointError(f"{about.path}: no class token in it, which MAE's layout has")
+    tag = predictor_tag(model.predictor) | {"norm_pixels": model.norm_pixels}
+    words = {"format": "pt", "stopmim.version": __version__}
+    words |= {ENCODER_TAG: json.dumps(encoder_tag(model.encoder)), PREDICTOR_TAG: json.dumps(tag)}
+    weights = to_mae(_weights(model.encoder), _weights(model.predictor))
+    save_file(weights, file, metadata=words)
+
+
+def _not_in_either(predictor: Predictor) -> str | None:
+    positions = predictor.positions
     if predictor.noise_embed is not None:
         return "untied noise"
     if isinstance(positions.table, nn.Parameter):

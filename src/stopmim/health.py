@@ -5,7 +5,7 @@ What tells is how much of the targets the images decide, in how many directions,
 that the predictor knows beyond what the place of a patch gives away. `doctor.py` draws the
 conclusions; step 0, the untrained network, is what everything is compared with.
 
-Shapes: n probe images, N patches, D width, M target blocks of K patches.
+Shapes: n probe images, N patches, D width, T numbers of a target, M target blocks of K patches.
 """
 
 import math
@@ -95,19 +95,29 @@ class Health:
             return {}
         first = [self._part(model, part) for part in self.probe.views[0].split(CHUNK)]
         tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*first, strict=True))
-        second = torch.cat([self._tokens(model, part) for part in self.probe.views[1].split(CHUNK)])
+        if model.target_encoder is None:  # pixels tell nothing of the encoder
+            seen, again = (self._whole(model, view, features=True) for view in self.probe.views)
+            own = {"feature_rank": effective_rank(_thinned(seen))}
+        else:
+            seen, again, own = tokens, self._whole(model, self.probe.views[1]), {}
         return {
             "target_rank": effective_rank(_thinned(tokens)),
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
             "noise_to_signal": noise_to_signal(model, self._context(model)),
-            "neighbours": neighbour_score(tokens.mean(1), second.mean(1)),
+            "neighbours": neighbour_score(seen.mean(1), again.mean(1)),
             **{
-                f"knn_{name}": label_agreement(tokens.mean(1), y.to(tokens.device))
+                f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
                 for name, y in self.probe.labels.items()
             },
+            **own,
         }
+
+    def _whole(self, model: MaskedImageModel, pixels: Tensor, *, features: bool = False) -> Tensor:
+        """`_tokens` of all images, a few at a time."""
+        parts = pixels.split(CHUNK)
+        return torch.cat([self._tokens(model, part, features=features) for part in parts])
 
     def _part(self, model: MaskedImageModel, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (n, N, D), and of the masked ones prediction and target (M, n, K, D)."""
@@ -132,11 +142,13 @@ class Health:
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
             return model.encoder(images, index).float()
 
-    def _tokens(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
-        """The targets of every patch, (n, N, D)."""
+    def _tokens(self, model: MaskedImageModel, pixels: Tensor, *, features: bool = False) -> Tensor:
+        """The targets of every patch, (n, N, T); or what the encoder makes of it, (n, N, D)."""
         images = normalise(pixels.to(self.device))
         every = torch.arange(model.encoder.side**2, device=self.device)
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+            if features:
+                return model.encoder(images).float()
             return model.targets(images, every.expand(1, len(images), -1))[0].float()
 
 

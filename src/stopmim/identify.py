@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stopmim import checkpoint, foreign
+from stopmim import checkpoint, foreign, mae
 from stopmim.config import Config
 from stopmim.errors import CheckpointError
 from stopmim.interop import (
@@ -20,11 +20,11 @@ from stopmim.interop import (
     is_released,
     load_encoder,
     load_model,
+    mae_in,
     model_in,
 )
 from stopmim.mim import MaskedImageModel
 from stopmim.positions import JitteredPositions, StochasticPositions, sincos_2d
-from stopmim.predictor import Predictor
 from stopmim.run import Run
 from stopmim.untrusted import metadata, read_json, read_tree
 from stopmim.vit import Encoder, VisionTransformer
@@ -54,13 +54,16 @@ class Identity:
                 "parameters",
                 f"{found[-1][1]}, {millions(self.model.predictor)} of the predictor",
             )
-            found += [("predictor", variant(self.model.predictor))]
+            found += [("predictor", variant(self.model))]
         done = {"epoch": self.epoch, "step": self.step}
         found += [(name, str(value)) for name, value in done.items() if value is not None]
         if self.config:
             found += [("trained", trained(self.config))]
         found += [("load_encoder", " or ".join(self.branches) or "its one encoder")]
-        found += [("load_model", "yes" if self.model else "no: there is no predictor in it")]
+        why_not = "no: there is no predictor in it"
+        if self.project == WITH_DECODER:
+            why_not = "with decoder_heads=..., which no file says"
+        found += [("load_model", "yes" if self.model else why_not)]
         return found
 
     def __str__(self) -> str:
@@ -68,6 +71,7 @@ class Identity:
 
 
 BRANCHES = ("target (EMA, the default)", "context")
+WITH_DECODER = "MAE, with its decoder"
 
 
 def identify(path: str | Path, heads: int | None = None) -> Identity:
@@ -84,19 +88,29 @@ def identify(path: str | Path, heads: int | None = None) -> Identity:
     tree = read_tree(path)
     if is_released(tree):
         model = model_in(tree, path, heads)
-        epoch = tree.get("epoch") if isinstance(tree.get("epoch"), int) else None
-        return Identity(path, released(tree), model.branch(), model, BRANCHES, epoch=epoch)
+        whose = released(tree)
+        return Identity(path, whose, model.branch(), model, BRANCHES, epoch=_epoch(tree))
+    if mae.heads_of(mae.decoder_in(tree)) or PREDICTOR_TAG in metadata(path):
+        model = mae_in(tree, path, heads)
+        ours = (
+            "stopmim export, in MAE's layout" if PREDICTOR_TAG in metadata(path) else WITH_DECODER
+        )
+        return Identity(path, ours, model.encoder, model, epoch=_epoch(tree))
     names = ("target (teacher, the default)", "context (student)")
     both = isinstance(tree, Mapping) and {"teacher", "student"} <= tree.keys()
     encoder = encoder_in(tree, path, "target", heads)
-    epoch = tree.get("epoch") if isinstance(tree, Mapping) else None
     return Identity(
         path,
         "stopmim export" if ENCODER_TAG in metadata(path) else project(tree, encoder),
         encoder,
         branches=names if both else (),
-        epoch=epoch if isinstance(epoch, int) else None,
+        epoch=_epoch(tree),
     )
+
+
+def _epoch(tree: Any) -> int | None:
+    epoch = tree.get("epoch") if isinstance(tree, Mapping) else None
+    return epoch if isinstance(epoch, int) else None
 
 
 def _ours(path: Path) -> Identity:
@@ -135,7 +149,7 @@ def project(tree: Any, encoder: Encoder) -> str:
             return "iBOT" if ibot else "DINO"
     inner = next((tree[name] for name in foreign.CONTAINERS if name in tree), tree)
     if any("decoder_pos_embed" in str(key) for key in inner):
-        return "MAE, with its decoder"
+        return WITH_DECODER
     if positions(encoder) == "sine-cosine":
         return "MAE" if encoder.prefix else "StoP or I-JEPA, the encoder alone"
     return "a plain ViT: DINO, iBOT or timm"
@@ -167,15 +181,20 @@ def millions(module: Any) -> str:
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f} M"
 
 
-def variant(predictor: Predictor) -> str:
-    """I-JEPA or StoP, and which StoP."""
-    own, depth = predictor.positions, len(predictor.predictor_blocks)
+def variant(model: MaskedImageModel) -> str:
+    """I-JEPA or MAE, with StoP or without, and which StoP."""
+    own, depth = model.predictor.positions, len(model.predictor.predictor_blocks)
     size = f"width {own.width}, depth {depth}"
+    pixels = model.target == "pixels"
+    if pixels and model.norm_pixels:
+        size += ", normed pixels"
     if isinstance(own, JitteredPositions):
-        return f"I-JEPA, jittered positions, sigma {own.sigma:g} patches squared, {size}"
+        base = "MAE" if pixels else "I-JEPA"
+        return f"{base}, jittered positions, sigma {own.sigma:g} patches squared, {size}"
     if not isinstance(own, StochasticPositions):
-        return f"I-JEPA, certain positions, {size}"
+        return f"{'MAE' if pixels else 'I-JEPA'}, certain positions, {size}"
     mode = " as released (no mask token)" if own.bias == "project" else ""
+    mode += " in MAE" if pixels else ""
     return f"StoP{mode}, sigma {own.sigma:g} (a variance), {own.covariance} covariance, {size}"
 
 

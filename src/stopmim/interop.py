@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from stopmim import checkpoint, foreign
+from stopmim import checkpoint, foreign, mae
 from stopmim.arch import SIZES
 from stopmim.config import Config
 from stopmim.errors import CheckpointError
@@ -28,6 +28,12 @@ PARTS = ("encoder", "target_encoder", "predictor")  # of a released file
 
 # What we write into exported files beside the weights, which cannot tell it.
 ENCODER_TAG, PREDICTOR_TAG = "stopmim.encoder", "stopmim.predictor"
+MAE_TAG = {  # what MAE's own files leave out
+    "positions": "sincos",
+    "bias": "mask_token",
+    "tokens": "masked",
+    "norm_pixels": True,
+}
 
 
 class Shape(NamedTuple):
@@ -90,20 +96,27 @@ def encoder_in(tree: Any, path: Path, branch: Branch, heads: int | None) -> Enco
     """The encoder in `tree`, which was read from the file `path`."""
     if is_released(tree):
         return model_in(tree, path, heads).branch(branch)
-    tag = metadata(path).get(ENCODER_TAG)
-    own, eps = told(tag and _json(tag, path), path)
+    own, eps = told(_tag(path, ENCODER_TAG), path)
     encoder = foreign.load_tree(tree, branch, str(path), heads or own)
     if isinstance(encoder, VisionTransformer):
         foreign.set_eps(encoder, eps)
     return encoder
 
 
-def load_model(path: str | Path, heads: int | None = None) -> MaskedImageModel:
-    """Encoder, target encoder and predictor in `path`, in evaluation mode."""
+def load_model(
+    path: str | Path, heads: int | None = None, decoder_heads: int | None = None
+) -> MaskedImageModel:
+    """Encoder, target encoder and predictor in `path`, in evaluation mode; MAE has no target one.
+
+    `decoder_heads` is needed for a decoder of MAE that is not 512 wide.
+    """
     path = existing(path)
     if path.is_dir():
         return _load_ours(path).eval()
-    return model_in(read_tree(path), path, heads)
+    tree = read_tree(path)
+    if not is_released(tree) and mae.decoder_in(tree):
+        return mae_in(tree, path, heads, decoder_heads)
+    return model_in(tree, path, heads)
 
 
 def existing(path: str | Path) -> Path:
@@ -165,6 +178,41 @@ def model_in(tree: Any, path: Path, heads: int | None) -> MaskedImageModel:
     return model.eval()
 
 
+def mae_in(
+    tree: Any, path: Path, heads: int | None, decoder_heads: int | None = None
+) -> MaskedImageModel:
+    """The model in `tree`, read from a file of MAE's code with its decoder, or of `export`.
+
+    No file of theirs says whether pixels were normed: most were, and so it is taken.
+    """
+    own, eps = told(_tag(path, ENCODER_TAG), path)
+    weights, _ = foreign.unwrap(tree, "target", str(path))
+    encoder = encoder_like(weights, str(path), heads or own, class_token="cls_token" in weights)
+    decoder = mae.without_class(mae.decoder_in(tree), encoder.prefix, str(path))
+    tag = _tag(path, PREDICTOR_TAG)
+    exported = tag is not None  # a run of ours may have begun with learned positions
+    try:
+        if tag is None:
+            tag = MAE_TAG | {"heads": decoder_heads or mae.heads_of(decoder)}
+        if tag["heads"] is None:
+            raise ValueError("its decoder is not 512 wide as all of MAE's are; say decoder_heads=")
+        if int(tag["heads"]) < 1:
+            raise ValueError(f"a decoder of {tag['heads']} heads")
+        with torch.device("meta"):
+            predictor = tagged_predictor(decoder, encoder, tag, outputs=3 * encoder.patch**2)
+            model = MaskedImageModel(
+                encoder, predictor, target="pixels", norm_pixels=bool(tag["norm_pixels"])
+            )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
+    fill(model.encoder, weights, f"{path}: encoder")
+    fill(model.predictor, decoder, f"{path}: decoder")
+    check_positions(model.encoder.pos_embed, f"{path}: encoder", fixed=not exported)
+    check_positions(decoder[mae.TABLE], f"{path}: decoder", fixed=True)
+    foreign.set_eps(model.encoder, eps)
+    return model.eval()
+
+
 def told(tag: Any, source: Path) -> tuple[int | None, float]:
     """Heads and epsilon of norms, from what `export` noted; None and 1e-6 without it."""
     if tag is None:
@@ -178,11 +226,13 @@ def told(tag: Any, source: Path) -> tuple[int | None, float]:
         raise CheckpointError(f"{source}: {ENCODER_TAG} is none of ours: {error}") from None
 
 
-def _json(text: str, source: Path) -> Any:
+def _tag(source: Path, name: str) -> Any:
+    """What `export` noted as `name` in the header of a .safetensors file; None without it."""
+    text = metadata(source).get(name)
     try:
-        return json.loads(text)
+        return text and json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: {ENCODER_TAG} is none of ours: {error}") from None
+        raise CheckpointError(f"{source}: {name} is none of ours: {error}") from None
 
 
 def predictor_like(
@@ -217,17 +267,21 @@ def predictor_like(
         raise CheckpointError(f"{source}: {one_line(error)}") from None
 
 
-def tagged_predictor(weights: State, encoder: VisionTransformer, tag: Any) -> Predictor:
+def tagged_predictor(
+    weights: State, encoder: VisionTransformer, tag: Any, outputs: int | None = None
+) -> Predictor:
     width, side = weights["predictor_embed.weight"].shape[0], encoder.side
     depth = block_count(weights, "predictor_blocks.")
     positions: Positions
     if tag["positions"] == "stochastic":
-        positions = StochasticPositions(side, width, float(tag["sigma"]), bias=tag["bias"])
+        sigma, share = float(tag["sigma"]), float(tag.get("share", 1))
+        positions = StochasticPositions(side, width, sigma, bias=tag["bias"], share=share)
     elif tag["positions"] == "sincos":
         positions = Positions(side, width, bias=tag["bias"])
     else:
         raise ValueError(f"{PREDICTOR_TAG}: unknown positions {tag['positions']!r}")
-    return Predictor(positions, encoder.width, depth, int(tag["heads"]), noisy=tag["tokens"])
+    heads, noisy = int(tag["heads"]), tag["tokens"]
+    return Predictor(positions, encoder.width, depth, heads, noisy=noisy, outputs=outputs)
 
 
 def encoder_tag(encoder: VisionTransformer) -> dict[str, int | float]:
@@ -248,7 +302,7 @@ def predictor_tag(predictor: Predictor) -> dict[str, Any]:
         "heads": first.attn.heads,
     }
     if isinstance(positions, StochasticPositions):
-        tag |= {"positions": "stochastic", "sigma": positions.sigma}
+        tag |= {"positions": "stochastic", "sigma": positions.sigma, "share": positions.share}
     return tag
 
 

@@ -27,7 +27,11 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("Loss", (("loss", "loss"),), "smooth L1 between predicted and target features"),
+    Panel(
+        "Loss",
+        (("loss", "loss"),),
+        "between predictions and targets: smooth L1 of features, squared error of pixels",
+    ),
     Panel(
         "Spread of the features",
         (("target_std", "targets"), ("predicted_std", "predictions")),
@@ -37,6 +41,11 @@ PANELS = (
         "Effective rank of the targets",
         (("target_rank", "rank"),),
         "directions they fill (RankMe); towards 1 is collapse",
+    ),
+    Panel(
+        "Effective rank of the features",
+        (("feature_rank", "rank"),),
+        "directions that those of whole images fill (RankMe), where pixels are the targets",
     ),
     Panel(
         "Decided by the image",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stopmim.analysis.pictures import Preview, house_style
-from stopmim.analysis.subject import Subject, pixels, tokens
+from stopmim.analysis.subject import Subject, features, pixels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,8 +29,8 @@ def maps(subject: Subject) -> Maps:
     The mean over the images is taken out at every place first: else the components would show the
     position embedding, which is the same in every image.
     """
-    features = tokens(subject.model, pixels(subject.views)).double()  # (n, N, D)
-    centred = (features - features.mean(dim=0)).flatten(0, 1)  # (n * N, D)
+    found = features(subject.model, pixels(subject.views)).double()  # (n, N, D)
+    centred = (found - found.mean(dim=0)).flatten(0, 1)  # (n * N, D)
     _, values, directions = torch.linalg.svd(centred, full_matrices=False)
     shown = centred @ directions[:3].T  # (n * N, 3)
     # The sign of a component is arbitrary: the same in every run, for figures that compare.
@@ -42,7 +42,7 @@ def maps(subject: Subject) -> Maps:
     return Maps(
         subject.name,
         subject.views,
-        colours.reshape(len(features), side, side, 3).numpy(),
+        colours.reshape(len(found), side, side, 3).numpy(),
         float(power[:3].sum() / power.sum().clamp(min=1e-12)),
     )
 

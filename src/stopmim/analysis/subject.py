@@ -1,6 +1,7 @@
 """What an analysis looks at: the model of a run, and a few of its images with their masks.
 
-Shapes: n images, C context patches, M target blocks of K patches, N patches, D width.
+Shapes: n images, C context patches, M target blocks of K patches, N patches, D width, T numbers of
+a target: D features, or pixels.
 """
 
 from pathlib import Path
@@ -68,6 +69,12 @@ def indices(views: list[Preview]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def tokens(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """The targets at every patch, (n, N, D)."""
+    """The targets at every patch, (n, N, T)."""
     every = torch.arange(model.encoder.side**2)
     return model.targets(images, every.expand(1, len(images), -1))[0]
+
+
+@torch.no_grad()
+def features(model: MaskedImageModel, images: Tensor) -> Tensor:
+    """What the model makes of every patch, (n, N, D): the targets, unless they are pixels."""
+    return tokens(model, images) if model.target_encoder else model.encoder(images)

@@ -172,7 +172,7 @@ def _summary(
         seconds = curves.training_seconds(metrics, config.optim.batch_size)
         facts |= {
             "arch": config.arch,
-            "method": _METHODS[config.positions.kind],
+            "method": _method(config),
             "sigma": None if config.positions.sigma is None else f"{config.positions.sigma:g}",
             "pixels": str(config.image_size),
             "epochs": count(config.optim.epochs),
@@ -181,12 +181,17 @@ def _summary(
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}
 
 
-_METHODS = {
-    "stochastic": "I-JEPA + StoP",
-    "sincos": "I-JEPA",
-    "learned": "I-JEPA with learned positions",
-    "jitter": "I-JEPA with jittered positions",
+_POSITIONS = {
+    "stochastic": " + StoP",
+    "sincos": "",
+    "learned": " with learned positions",
+    "jitter": " with jittered positions",
 }
+
+
+def _method(config: Config) -> str:
+    base = "I-JEPA" if config.target == "features" else "MAE"
+    return base + _POSITIONS[config.positions.kind]
 
 
 def _diagnosis(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
@@ -202,6 +207,8 @@ def _compared(run: Run) -> dict[str, str]:
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     measured = [row for row in metrics if "target_rank" in row]
 
+    rank = "feature_rank" if measured and "feature_rank" in measured[-1] else "target_rank"
+
     def text(row: Mapping[str, Any], key: str) -> str:
         value = curves.number(row.get(key))
         return "-" if value is None else f"{value:.3g}"
@@ -211,7 +218,7 @@ def _compared(run: Run) -> dict[str, str]:
         "verdict": found.verdict if found else "-",
         "updates": count(last.get("step")) or "-",
         "loss": text(last, "loss"),
-        "rank": text(measured[-1], "target_rank") if measured else "-",
+        "rank": text(measured[-1], rank) if measured else "-",
         "skill": text(measured[-1], "skill") if measured else "-",
         "best": f"{top.value} ({top.protocol} {top.label}, {top.difference})" if top else "-",
     }
