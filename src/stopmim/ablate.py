@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stopmim.ablations import Table, find
+from stopmim.ablations import find
 from stopmim.analysis.curves import training_seconds
 from stopmim.config import Config
 from stopmim.console import duration
@@ -26,6 +26,7 @@ from stopmim.plan import configure
 from stopmim.presets import PRESETS
 from stopmim.report import ablation
 from stopmim.run import claimed, read_jsonl
+from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
 
 SCENES = 4096  # to pretrain on, if nothing is given

@@ -4,70 +4,17 @@
 it has a figure without numbers, only what its text states is quoted, as a note.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from stopmim.arch import parse_arch
-from stopmim.config import Config, PositionsConfig, flatten
+from stopmim.config import Config, MaskingConfig, OptimConfig, PositionsConfig
 from stopmim.errors import UserError
-from stopmim.published import DOWNSTREAM, FOLLOWED, TRANSFERRED, TUNED, Numbers, Published
-
-Changes = Mapping[str, Any]
-Asks = Literal["few labels", "all labels", "transfer", "tracking", "finetune"]
+from stopmim.published import DOWNSTREAM, FOLLOWED, TRANSFERRED, TUNED
+from stopmim.tables import Changes, Numbers, Row, Table
 
 SIGMAS = (0.0625, 0.1, 0.2, 0.25, 0.3, 0.5, 1.0)
 ONE_PERCENT = "IN-1k, 1 %"  # top-1 of a linear classifier, as in all ablations of the paper
-
-
-@dataclass(frozen=True)
-class Row:
-    """What is trained: a preset with `changes`."""
-
-    name: str
-    changes: Changes = field(default_factory=dict)
-    paper: Numbers = field(default_factory=dict)
-    scaled: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """key -> another key of the preset and a factor: the value is their product"""
-    line: str = ""  # of the figure; with an x and no line it is a point of all of them
-    x: float | None = None
-
-    def of(self, base: Config) -> dict[str, Any]:
-        """All that it changes in `base`."""
-        known = dict(flatten(base.model_dump(mode="json")))
-        return dict(self.changes) | {k: known[of] * by for k, (of, by) in self.scaled.items()}
-
-
-@dataclass(frozen=True)
-class Table:
-    about: str
-    source: str  # where in the paper
-    rows: tuple[Row, ...]
-    baseline: str  # the row that the others are compared with
-    asks: Asks = "few labels"
-    note: str = ""
-    axis: str = ""  # what x is
-    published: tuple[Published, ...] = ()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the paper's numbers."""
-        given = [row.paper for row in self.rows] + [p.numbers for p in self.published]
-        return tuple(dict.fromkeys(name for numbers in given for name in numbers))
-
-    def choose(self, names: tuple[str, ...]) -> tuple[Row, ...]:
-        """The rows called `names`, in the order of the table; all if there are none."""
-        known = [row.name for row in self.rows]
-        if unknown := [name for name in names if name not in known]:
-            raise UserError(f"--rows {unknown[0]}: no such row; there are {', '.join(known)}")
-        return tuple(row for row in self.rows if not names or row.name in names)
-
-    def quoted(self, name: str, arch: str = "") -> Numbers:
-        """The paper's numbers for a row: of this architecture if it has that, else its smallest."""
-        own = {row.name: row.paper for row in self.rows}.get(name)
-        found = [p for p in self.published if name in (p.method, p.name)]
-        same = [p for p in found if p.arch == arch]
-        return own or next((p.numbers for p in same + found), {})
 
 
 def find(name: str) -> Table:
@@ -98,8 +45,6 @@ def top1(value: float) -> Numbers:
     return {ONE_PERCENT: value}
 
 
-CERTAIN = Row("sine-cosine", SINCOS, top1(54.3))
-USUAL = Row("StoP", STOP, top1(57.8))
 SIGMA = "sigma, the variance of the noise"
 
 
@@ -114,21 +59,58 @@ NO_SIGMA = Row("sigma-0", SINCOS, x=0.0)
 
 TWINS = (Row("I-JEPA", SINCOS), Row("StoP", STOP))
 
-RATE = ("optim.lr", "optim.start_lr", "optim.final_lr")
 
+def at_rates(row: str, changes: Changes) -> tuple[Row, ...]:
+    """The whole schedule of the learning rate times a factor."""
 
-def at_rates(row: Row, factors: tuple[float, ...]) -> tuple[Row, ...]:
-    """`row` with the whole schedule of the learning rate times each factor."""
-    return tuple(
-        Row(
-            f"{row.name}-x{f:g}",
-            row.changes,
-            scaled={key: (key, f) for key in RATE},
-            line=row.name,
-            x=f,
+    def scaled(factor: float) -> Callable[[Config], Changes]:
+        names = ("lr", "start_lr", "final_lr")
+        return lambda base: (
+            changes | {f"optim.{name}": factor * getattr(base.optim, name) for name in names}
         )
-        for f in factors
+
+    return tuple(Row(f"{row}-x{f:g}", scaled(f), line=row, x=f) for f in (0.5, 1, 2, 4, 8))
+
+
+def at_weights(norm: str, weights: tuple[float, ...]) -> tuple[Row, ...]:
+    """Certain places, and a penalty on A."""
+    return tuple(
+        Row(f"{norm}-{w:g}", SINCOS | {f"optim.penalty_{norm}": w}, line=norm, x=w) for w in weights
     )
+
+
+def jittered(sigma: float) -> Row:
+    changes = {"positions": SINCOS["positions"] | {"kind": "jitter", "sigma": sigma}}
+    return Row(f"jitter-{sigma:g}", changes, line="jitter", x=sigma)
+
+
+# Pixels of patches that are hidden at random; what has no effect then is at its default.
+MAE = {
+    "target": "pixels",
+    "masking": MaskingConfig(kind="random").model_dump(mode="json"),
+    "optim.ema": list(OptimConfig().ema),
+}
+
+
+def ramped(base: Config) -> Changes:
+    return MAE | STOP | {"positions.ramp": base.optim.epochs / 2}
+
+
+def roomy(changes: Changes) -> Callable[[Config], Changes]:
+    """`changes`, and targets of at least 3x3 patches where the preset's are smaller."""
+
+    def of(base: Config) -> Changes:
+        least = 13 / base.side**2
+        if base.masking.target_scale[0] >= least:
+            return changes
+        return {"masking.target_scale": [least, 1.25 * least]} | changes
+
+    return of
+
+
+def sampled(compat: str) -> Callable[[Config], Changes]:
+    # The released sampler refuses targets of up to ten patches, and has no length of context.
+    return roomy({"masking.compat": compat, "masking.context_length": None})
 
 
 # ------------------------------------------------------------------------------ all of them
@@ -137,7 +119,11 @@ TABLES = {
     "positions": Table(
         "what the predictor is told about places",
         "Table 6",
-        (CERTAIN, Row("learned", LEARNED, top1(54.4)), USUAL),
+        (
+            Row("sine-cosine", SINCOS, top1(54.3)),
+            Row("learned", LEARNED, top1(54.4)),
+            Row("StoP", STOP, top1(57.8)),
+        ),
         "sine-cosine",
     ),
     "covariance": Table(
@@ -177,14 +163,72 @@ TABLES = {
         note="The paper states that A on its own shrinks to nothing. |A| is the norm of the matrix "
         "that carries the noise.",
     ),
+    "lowres": Table(
+        "uncertain places against targets of half the resolution",
+        "Table 8",
+        (
+            Row("sine-cosine", roomy(SINCOS), top1(54.3)),
+            Row("bilinear", roomy(SINCOS | {"lowres": "bilinear"}), top1(52.1)),
+            Row("max", roomy(SINCOS | {"lowres": "max"}), top1(54.1)),
+            Row("StoP", roomy(STOP), top1(57.8)),
+        ),
+        "sine-cosine",
+        note="Targets have 3x3 patches or more, in all rows.",
+    ),
+    "penalty": Table(
+        "StoP against a penalty on A with certain places",
+        "section 4.3",
+        (
+            Row("none", SINCOS),
+            *at_weights("l1", (1e-6, 1e-5, 1e-4)),
+            *at_weights("l2", (1e-5, 1e-4, 1e-3)),
+            Row("StoP", STOP),
+        ),
+        "none",
+        axis="weight of the penalty",
+        note="The paper gives neither numbers nor weights, and states: StoP is 2 points better "
+        "than l1 and 2.1 better than l2.",
+    ),
+    "conditioned": Table(
+        "noise of one matrix against noise made of the context",
+        "left open in section 6",
+        (Row("StoP", STOP), Row("conditioned", stop(covariance="conditioned"))),
+        "StoP",
+    ),
+    "jitter": Table(
+        "places moved by a few patches against StoP",
+        "not in the paper",
+        (
+            Row("sine-cosine", SINCOS, x=0.0),
+            *map(jittered, (0.25, 1.0, 4.0)),
+            Row("StoP", STOP),
+        ),
+        "sine-cosine",
+        axis="sigma of the jitter, in patches squared",
+    ),
+    "mae": Table(
+        "StoP with pixels as targets",
+        "left open in section 6",
+        (
+            Row("MAE", MAE | SINCOS),
+            Row("MAE-StoP", MAE | STOP),
+            Row("share-0.25", MAE | stop(share=0.25)),
+            Row("share-0.5", MAE | stop(share=0.5)),
+            Row("ramp", ramped),
+        ),
+        "MAE",
+        note="The paper states that applying StoP to MAE was not successful. ramp: sigma grows "
+        "over the first half of the epochs.",
+    ),
     "masks": Table(
         "the corrected sampler against the released one",
         "not in the paper",
         (
-            Row("corrected", {"masking.compat": "none"}),
-            Row("released", {"masking.compat": "released"}),
+            Row("corrected", sampled("none")),
+            Row("released", sampled("released")),
         ),
         "corrected",
+        note="Targets have 3x3 patches or more, in both rows: the released sampler takes no less.",
     ),
     "augmentation": Table(
         "random crops as I-JEPA's against the released flip, greyscale and blur",
@@ -198,7 +242,7 @@ TABLES = {
     "lr": Table(
         "the learning rate times a factor",
         "not in the paper",
-        at_rates(CERTAIN, (0.5, 1, 2, 4, 8)) + at_rates(USUAL, (0.5, 1, 2, 4, 8)),
+        at_rates("sine-cosine", SINCOS) + at_rates("StoP", STOP),
         "sine-cosine-x1",
         axis="learning rate, over the preset's",
         note="The paper states that StoP is more sensitive to high learning rates.",
@@ -245,7 +289,8 @@ def listing(name: str | None = None) -> str:
         lines += [f"{one}: {table.about} ({table.source})"]
         wide = max(len(p.name) for p in (*table.rows, *table.published))
         shown = [(row.name, table.quoted(row.name)) for row in table.rows]
-        if name is not None:
+        if name is not None and table.published:
+            shown = [(row.name, {}) for row in table.rows]
             shown += [(p.name, p.numbers) for p in table.published]
         for row, numbers in shown:
             paper = ", ".join(f"{value:.1f} ({what})" for what, value in numbers.items())

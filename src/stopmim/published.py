@@ -4,23 +4,7 @@ Where its body and its appendix differ, both are here: MAE with ViT-H has 76.6 i
 Table 14.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-Numbers = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Published:
-    """A line of a table of the paper, trained by others or at a scale of its own."""
-
-    method: str
-    arch: str
-    numbers: Numbers
-
-    @property
-    def name(self) -> str:
-        return f"{self.method} {self.arch}"
+from stopmim.tables import Published
 
 
 def many(columns: tuple[str, ...], rows: str) -> tuple[Published, ...]:

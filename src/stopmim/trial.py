@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopmim.ablations import Asks
 from stopmim.config import Config
 from stopmim.data import open_images
 from stopmim.data.videos import open_videos
@@ -26,6 +25,7 @@ from stopmim.evals import command
 from stopmim.evals.inputs import choose_labels, open_encoder
 from stopmim.evals.protocols import TASKS
 from stopmim.run import Run, append_jsonl, write_whole
+from stopmim.tables import Asks
 from stopmim.train import pretrain
 
 FIT, TEST = 2048, 4096  # scenes that classifiers are fitted to and tested on, if nothing is given

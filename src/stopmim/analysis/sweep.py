@@ -23,6 +23,13 @@ class Panel(NamedTuple):
     level: float | None = None  # to be seen behind the lines: of the untrained network
 
 
+def along(points: Sequence[tuple[str, Point]]) -> dict[str, list[Point]]:
+    """Points by the line that they are of; one of no line is of all of them."""
+    known = [(line, point) for line, point in points if point.values]
+    names = dict.fromkeys(line for line, _ in known if line)
+    return {name: [point for line, point in known if line in ("", name)] for name in names}
+
+
 @house_style()
 def figure(panels: Sequence[Panel], axis: str) -> "Figure":
     """Every line through the means over seeds, every seed a dot."""

@@ -6,7 +6,7 @@ Formats only. What can differ between two equal ablations, time, is in tables of
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stopmim.ablations import Row, printed
+from stopmim.ablations import printed
 from stopmim.analysis import DPI, collapse, pictures, sweep
 from stopmim.console import duration
 from stopmim.evals.seeds import Estimate, over_seeds, paired
@@ -116,8 +116,9 @@ def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
             figure.savefig(folder / f"{name}.png", dpi=DPI)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     tables = {
-        "Results": numbers(planned, found, before),
+        "Results": numbers(found, before),
         f"Difference to {planned.table.baseline}, seed by seed": differences(planned, found),
+        "Health": health(found),
         "As published": published(planned),
         "Cost": costs(found),
     }
@@ -146,14 +147,12 @@ def shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
     return f"{estimate.mean:{sign}.{digits}f}{half}"
 
 
-def numbers(planned: "Plan", found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
+def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
     names, paper = metrics(found), _quoted(found)
     rows = [
         {"row": line.name}
         | {f"paper: {c}": f"{line.paper[c]:.1f}" if c in line.paper else "-" for c in paper}
         | {name: shown(line.estimate(name)) for name in names}
-        | {"seeds": str(len(line.runs)), "verdict": line.verdict}
-        | {"norm of A": shown(line.norm(0), digits=2), "norm of m~": shown(line.norm(1), digits=2)}
         for line in found
     ]
     if before:
@@ -185,6 +184,14 @@ def differences(planned: "Plan", found: Sequence[Line]) -> list[Cells]:
         if line is not base
     ]
     return rows
+
+
+def health(found: Sequence[Line]) -> list[Cells]:
+    return [
+        {"row": line.name, "seeds": str(len(line.runs)), "verdict": line.verdict}
+        | {"norm of A": shown(line.norm(0), digits=3), "norm of m~": shown(line.norm(1), digits=3)}
+        for line in found
+    ]
 
 
 def published(planned: "Plan") -> list[Cells]:
@@ -281,8 +288,9 @@ def markdown(planned: "Plan", tables: Mapping[str, Sequence[Cells]]) -> str:
 
 
 def terminal(planned: "Plan", outcomes: Sequence["Outcome"]) -> str:
-    """The main table, aligned."""
-    return text(numbers(planned, lines(planned, outcomes), untrained(outcomes)))
+    """The main table, aligned, and the health of the runs."""
+    found = lines(planned, outcomes)
+    return f"{text(numbers(found, untrained(outcomes)))}\n\n{text(health(found))}"
 
 
 def page(
@@ -308,54 +316,33 @@ def page(
 def figures(
     planned: "Plan", found: Sequence[Line], before: Mapping[str, float]
 ) -> dict[str, "Figure"]:
-    """By name: what the rows of a table with an axis have along it; why A is tied."""
-    drawn: dict[str, Figure] = {}
-    rows = {row.name: row for row in planned.table.rows}
-    points = [(rows[line.name], line) for line in found if line.name in rows]
-    points = [(row, line) for row, line in points if row.x is not None]
-    if planned.table.axis and points:
-        accuracy = [
-            sweep.Panel(
-                name,
-                along(
-                    points,
-                    {line.name: list(line.values.get(name, {}).values()) for _, line in points},
-                ),
-                before.get(name),
+    """By name: what rows along an axis have; and, where A is untied, what becomes of it."""
+    rows = {row.name: row for row in planned.table.rows if row.x is not None}
+    known = [line for line in found if line.name in rows]
+
+    def panel(title: str, of: Callable[[Line], list[float]], level: float | None) -> sweep.Panel:
+        points = [(rows[n.name].line, sweep.Point(rows[n.name].x or 0.0, of(n))) for n in known]
+        return sweep.Panel(title, sweep.along(points), level)
+
+    panels = {
+        "accuracy": [
+            panel(
+                name, lambda n, name=name: list(n.values.get(name, {}).values()), before.get(name)
             )
             for name in metrics(found)
-        ]
-        if accuracy:
-            drawn["accuracy"] = sweep.figure(accuracy, planned.table.axis)
-        norms = [
-            sweep.Panel(
-                title,
-                along(
-                    points,
-                    {n.name: [r.norms[i] for r in n.runs if r.norms] for _, n in points},
-                ),
-            )
+        ],
+        "norms": [
+            panel(title, lambda n, i=i: [r.norms[i] for r in n.runs if r.norms], None)
             for i, title in enumerate(("norm of A", "norm of the mask token"))
-        ]
-        if any(panel.lines for panel in norms):
-            drawn["norms"] = sweep.figure(norms, planned.table.axis)
-    if planned.name == "tie":
-        runs = {e.trial.path: e for e in planned.entries if e.trial.answers() is not None}
-        toys = [collapse.toy(tied=tied) for tied in (True, False)]
-        drawn["collapse"] = collapse.figure(toys, [collapse.of_run(Run(p)) for p in runs])
-    return drawn
-
-
-def along(
-    points: Sequence[tuple[Row, Line]], values: Mapping[str, list[float]]
-) -> dict[str, list[sweep.Point]]:
-    """The lines of a panel; a row without a line of its own is a point of all of them."""
-    names = dict.fromkeys(row.line for row, _ in points if row.line and values[row.name])
-    return {
-        name: [
-            sweep.Point(row.x, values[row.name])
-            for row, _ in points
-            if row.x is not None and row.line in ("", name) and values[row.name]
-        ]
-        for name in names
+        ],
     }
+    drawn = {
+        name: sweep.figure(some, planned.table.axis)
+        for name, some in panels.items()
+        if any(one.lines for one in some)
+    }
+    if planned.name == "tie":
+        runs = [Run(path) for path, e in planned.trials.items() if e.trial.answers() is not None]
+        toys = [collapse.toy(tied=tied) for tied in (True, False)]
+        drawn["collapse"] = collapse.figure(toys, [collapse.of_run(run) for run in runs])
+    return drawn
