@@ -24,6 +24,7 @@ from stopmim.errors import RunInUseError, UserError
 from stopmim.evals import command
 from stopmim.evals.inputs import choose_labels, open_encoder
 from stopmim.evals.protocols import TASKS
+from stopmim.faults import faultpoint
 from stopmim.run import Run, append_jsonl, write_whole
 from stopmim.tables import Asks
 from stopmim.train import pretrain
@@ -155,6 +156,7 @@ def perform(trial: Trial) -> list[Answer]:
     found = [answer for q in trial.questions for answer in ask(name, q, device)]
     for answer in found:
         append_jsonl(trial.path / "results.jsonl", answer)
+    faultpoint("trial.asked")
     write_whole(trial.kept, json.dumps(found, indent=1))
     return found
 
