@@ -46,7 +46,7 @@ MECHANISMS = {
 
 def small(**changes: Any) -> Config:
     """Two updates on an 8x8 grid."""
-    return tiny(image_size=32, optim={"epochs": 1}, **changes)
+    return tiny(**{"image_size": 32, "optim": {"epochs": 1}} | changes)
 
 
 def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
@@ -364,29 +364,39 @@ def test_a_page_escapes_what_others_wrote_and_needs_nothing(tmp_path: Path) -> N
     assert "alert(1)</script>\\|" in (page.parent / "table.md").read_text()
 
 
-def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Through processes, as the command does it: one fails, one trains, one is done already."""
-    preset = tmp_path / "small.yaml"
-    preset.write_text(to_yaml(small()))
-    planned = plan("positions", tmp_path / "o", preset=preset)
+def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Through processes: one fails, one trains, one is done already."""
+    planned = quick(plan("positions", tmp_path))
     bad, known, new = (entry.trial.path for entry in planned.entries)
     perform(planned.entries[1].trial)
     before = (known / "results.jsonl").stat().st_mtime_ns
     bad.mkdir(parents=True)
     (bad / "run.json").write_text("not a run")
-    words = ["ablate", "positions", "--preset", str(preset), "--out", str(tmp_path / "o")]
-    words += ["--data", "scenes:16:32", "--eval", "scenes:24:32:3", "--few", "2", "--jobs", "2"]
-    assert main(words) == 9
-    said = capsys.readouterr()
-    assert "1 runs failed, as sine-cosine-0-" in said.err
-    assert "not a run directory" in said.err
-    text = (tmp_path / "o" / "positions" / "table.md").read_text()
+    found = ablate.ablate(planned, jobs=2)
+    (failed,) = found.failed
+    assert failed.startswith(f"{bad.name}: ")
+    assert "not a run directory" in failed
+    text = (tmp_path / "positions" / "table.md").read_text()
     assert "(exit code 4)" in text
+    assert "| sine-cosine | 54.3 | - |" in text
+    assert [bool(run.answers) for run in found.outcomes] == [False, True, True]
     assert updates_of(new) == updates_of(known) == 2
-    assert text.count("| - |") >= 1  # no number of the first
     assert (known / "results.jsonl").stat().st_mtime_ns == before  # neither trained nor asked again
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_its_own_code_if_a_row_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = tmp_path / "small.yaml"
+    preset.write_text(to_yaml(small()))
+    words = ["ablate", "lr", "--preset", str(preset), "--out", str(tmp_path / "o")]
+    words += ["--data", "scenes:16:32", "--eval", "scenes:24:32:3", "--few", "2"]
+    words += ["--rows", "StoP-x1", "StoP-x8", "--optim.lr", "1e18", "--optim.start_lr", "1e18"]
+    assert main(words) == 9  # not finite
+    assert "2 runs failed, as StoP-x1-0-" in capsys.readouterr().err
+    assert "not finite at step" in (tmp_path / "o" / "lr" / "table.md").read_text()
+    assert main([*words[:-4], "--rows", "StoP-x1"]) == 0
 
 
 # ------------------------------------------------------------------------------ killed
