@@ -205,6 +205,8 @@ class Step:
 
 
 def prepare(config: Config, masks: Masks) -> Step:
+    if config.lowres:
+        raise UserError(f"bench: does not know lowres {config.lowres}; leave it out")
     device = choose_device(config.runtime.device)
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0

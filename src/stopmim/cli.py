@@ -9,24 +9,20 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import tyro
-from tyro import MISSING
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, Suppress, arg, subcommand
 
 from stopmim._version import __version__
+from stopmim.cli_eval import Eval
 from stopmim.config import Config, Section, parse_yaml
-from stopmim.errors import DataError, UserError
+from stopmim.errors import DataError, RowsFailedError, UserError
 
 Changes = Suppress[dict[str, Any]]
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
-RecipeName = Literal[
-    "auto", "own", "imagenet", "imagenet_lars", "imagenet_mae", "cifar100", "places205", "inat18",
-    "clevr_count", "clevr_dist",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,61 @@ class Pretrain:
         run = pretrain(self.data, self.out, self.preset, **self.changes)
         if _is_first():
             print(f"{run.checkpoint}")
+
+
+@dataclass(frozen=True)
+class Ablate:
+    """Train and measure the rows of a table of the paper, or go on with that.
+
+    Any key of the config may follow, and then holds for all rows. Exit code 9: a row failed; the
+    table has the others.
+    """
+
+    table: Annotated[Positional[str], arg(metavar="[TABLE]")] = ""
+    """see --list"""
+    list: bool = False
+    """show the tables, or the rows of one, with the numbers of the paper"""
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """to pretrain on; default: scenes:4096 of the preset's size"""
+    preset: Annotated[str, arg(metavar="NAME|FILE")] = "tiny_cpu"
+    """what the rows change: see `stopmim presets`, or a YAML file"""
+    seeds: int = 1
+    """of every row"""
+    rows: Annotated[tuple[str, ...], arg(metavar="ROW")] = ()
+    """some of the rows; default: all"""
+    eval: Annotated[tuple[str, ...], arg(metavar="[RECIPE=]DATA")] = ()
+    """labelled images with a train and a test part, or videos, to evaluate on; the recipe is one of
+    `eval linear`; default: --data"""
+    few: Annotated[str, arg(metavar="N|FILE")] = "25"
+    """labelled images per class where labels are few, or a file with their names"""
+    checkpoint: Annotated[tuple[str, ...], arg(metavar="NAME=FILE")] = ()
+    """encoders of others, to be evaluated beside"""
+    jobs: int | None = None
+    """runs at a time; default: one per GPU, or per core if there is none"""
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("runs/ablate")
+    """OUT/TABLE/table.html and the like; runs are in OUT/runs, for all tables"""
+    dry_run: bool = False
+    """show the runs and about how long they take, and stop"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        if self.list or not self.table:
+            from stopmim.ablations import listing
+
+            print(listing(self.table or None))
+            return
+        from stopmim import ablate
+
+        options = {name: getattr(self, name) for name in ("data", "preset", "seeds", "rows", "out")}
+        options |= {"evals": self.eval, "few": self.few, "checkpoints": self.checkpoint}
+        planned = ablate.plan(self.table, **options, changes=self.changes)
+        if self.dry_run:
+            print(ablate.describe(planned, self.jobs))
+            return
+        found = ablate.ablate(planned, self.jobs)
+        print(f"{found.text}\n\n{found.page}")
+        if found.failed:
+            raise RowsFailedError(f"{len(found.failed)} runs failed, as {found.failed[0]}")
 
 
 @dataclass(frozen=True)
@@ -318,234 +369,6 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What all evaluations of a frozen encoder on images have in common."""
-
-    data: Annotated[str | None, arg(metavar="DATA")] = None
-    """images with labels, in a train and a test part: a folder that has both, or scenes:N:SIZE:SEED
-    (tested on SEED + 1); default: scenes:4096 of the encoder's size"""
-    train: Annotated[str | None, arg(metavar="DATA")] = None
-    """labelled images to fit on, if the parts lie in different places; with --test"""
-    test: Annotated[str | None, arg(metavar="DATA")] = None
-    """labelled images to test on"""
-    label: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
-    """which labels, as count distance; default: all"""
-    branch: Literal["target", "context"] = "target"
-    """which encoder of a run: the EMA, which the papers evaluate, or the trained one"""
-    size: int | None = None
-    """edge of the images shown; default: what the encoder was made for"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
-    seed: int = 0
-    """of every split and draw"""
-    out: Annotated[Path | None, arg(metavar="FILE|RUN")] = None
-    """where a line per number goes; default: results.jsonl of the run, if ENCODER is one"""
-
-    def request(self, **more: Any) -> Any:
-        from stopmim.evals.command import Request
-
-        mine = {f.name: getattr(self, f.name) for f in fields(self) if f.name in _REQUEST}
-        return Request(**mine | more)
-
-
-Encoder = Annotated[Positional[str], arg(metavar="ENCODER")]
-Selections = Literal["held-out", "paper", "both"]
-_REQUEST = {
-    *("data", "train", "test", "label", "branch", "size", "device", "precision", "seed", "out"),
-    *("selection", "layers", "recipe", "views", "per_class", "list", "released", "videos"),
-    *("video_size",),
-}
-
-
-@dataclass(frozen=True)
-class Knn(Asked):
-    """Labels by the vote of the most similar training images."""
-
-    encoder: Encoder = MISSING
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    selection: Selections = "held-out"
-    """where k is chosen: on train, or, as papers do, on test"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import evaluate
-
-        print(evaluate(self.encoder, self.request(), ("knn",)))
-
-
-@dataclass(frozen=True)
-class Linear(Asked):
-    """Linear classifiers on the last block and on the last four."""
-
-    encoder: Encoder = MISSING
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    selection: Selections = "held-out"
-    """where settings are chosen: on a fifth of train, or, as papers do, on test"""
-    layers: Literal["last", "last4", "both"] = "both"
-    recipe: RecipeName = "auto"
-    """a published recipe, or own: a grid of rates; auto: solved to the optimum if that is quick"""
-    views: int = 0
-    """random views of the training images to train on in turn; published: one per epoch"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import evaluate
-
-        print(evaluate(self.encoder, self.request(), ("linear",)))
-
-
-@dataclass(frozen=True)
-class Lowshot(Asked):
-    """Logistic regression on few labels: the 1 % protocol."""
-
-    encoder: Encoder = MISSING
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    per_class: int = 25
-    """labelled images of each class, drawn by the seed"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
-    """file names of the labelled images instead, as 1percent.txt"""
-    released: bool = False
-    """as the released code: test features standardised among themselves, images resized to SIZE"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import evaluate
-
-        print(evaluate(self.encoder, self.request(), ("lowshot",)))
-
-
-@dataclass(frozen=True)
-class Finetune(Asked):
-    """Train the whole encoder with few labels."""
-
-    encoder: Encoder = MISSING
-    """run, checkpoint, released file, or random:ARCH@SIZE"""
-    recipe: Literal["one-percent", "one-percent-huge", "mae-base", "mae-large", "mae-huge"] = (
-        "one-percent"
-    )
-    selection: Selections = "held-out"
-    """the last epoch, or, as papers may do, the best one on test"""
-    per_class: int = 25
-    """labelled images of each class, drawn by the seed; 0: all"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
-    """file names of the labelled images instead, as 1percent.txt"""
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    weight_decay: float | None = None
-    random_init: bool = False
-    """fine-tune from random weights as well, to have that number beside; takes twice as long"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import tune
-
-        names = ("epochs", "batch_size", "lr", "weight_decay")
-        changes = {name: getattr(self, name) for name in names}
-        request = self.request(recipe="auto")
-        print(tune(self.encoder, request, self.recipe, changes, beside=self.random_init))
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Carry the masks of objects through videos: DAVIS, or drawn ones."""
-
-    encoder: Encoder
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    videos: Annotated[str, arg(metavar="VIDEOS")] = "scenes"
-    """a folder of DAVIS, or scenes[:count[:size[:seed]]]"""
-    video_size: int | None = None
-    """edge of the shorter side of a frame; default: 480, and twice the encoder's for scenes"""
-    year: Literal["2016", "2017"] | None = None
-    """of DAVIS: one object a video, or several; default: what the folder has a list of"""
-    n_last_frames: int = 7
-    """that labels are taken from, besides the first one"""
-    neighbourhood: int = 12
-    """patches in each direction that labels may come from; 0: any"""
-    topk: int = 5
-    """patches that a patch takes its labels from"""
-    temperature: float = 0.1
-    compat: Literal["released"] | None = None
-    """as DINO's code: frames are not resized to whole patches, red is divided by 0.228"""
-    pictures: Annotated[Path | None, arg(metavar="FOLDER")] = None
-    """write what was found: PNGs as the DAVIS evaluation reads them, and a sheet per video"""
-    branch: Literal["target", "context"] = "target"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
-    out: Annotated[Path | None, arg(metavar="FILE|RUN")] = None
-    """where a line per number goes; default: results.jsonl of the run, if ENCODER is one"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import Request, track
-
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "encoder"}
-        names = ("n_last_frames", "neighbourhood", "topk", "temperature", "compat")
-        how = {name: given.pop(name) for name in names}
-        print(track(self.encoder, Request(**given, tracking=how)))
-
-
-@dataclass(frozen=True)
-class Suite(Asked):
-    """Everything the data allow, in one table: text, Markdown, HTML and JSON."""
-
-    encoder: Encoder = MISSING
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    selection: Selections = "held-out"
-    """where settings are chosen: on train, or, as papers do, on test"""
-    layers: Literal["last", "last4", "both"] = "both"
-    recipe: RecipeName = "auto"
-    """of linear classifiers: see stopmim eval linear"""
-    views: int = 0
-    """see stopmim eval linear"""
-    per_class: int = 25
-    """labelled images of each class in the low-shot protocol"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
-    """file names of the labelled images instead, as 1percent.txt"""
-    videos: Annotated[str | None, arg(metavar="VIDEOS")] = None
-    """for tracking: a folder of DAVIS, or scenes[:count[:size[:seed]]]; default: scenes, if the
-    images are"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import evaluate
-
-        print(evaluate(self.encoder, self.request()))
-
-
-@dataclass(frozen=True)
-class Compare(Asked):
-    """Two encoders on the same test images, with a paired test."""
-
-    a: Annotated[Positional[str], arg(metavar="A")] = MISSING
-    """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
-    b: Annotated[Positional[str], arg(metavar="B")] = MISSING
-    selection: Selections = "held-out"
-    """where settings are chosen: on train, or, as papers do, on test"""
-    layers: Literal["last", "last4", "both"] = "both"
-    per_class: int = 25
-    """labelled images of each class in the low-shot protocol"""
-
-    def __call__(self) -> None:
-        from stopmim.evals.command import contrast
-
-        print(contrast(self.a, self.b, self.request()))
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Measure what a frozen encoder knows."""
-
-    protocol: (
-        Annotated[Knn, subcommand("knn")]
-        | Annotated[Linear, subcommand("linear")]
-        | Annotated[Lowshot, subcommand("lowshot")]
-        | Annotated[Finetune, subcommand("finetune")]
-        | Annotated[Tracking, subcommand("tracking")]
-        | Annotated[Suite, subcommand("suite")]
-        | Annotated[Compare, subcommand("compare")]
-    )
-
-    def __call__(self) -> None:
-        self.protocol()
-
-
-@dataclass(frozen=True)
 class Presets:
     """List the presets."""
 
@@ -559,6 +382,7 @@ class Presets:
 Command = (
     Annotated[Demo, subcommand("demo")]
     | Annotated[Pretrain, subcommand("pretrain")]
+    | Annotated[Ablate, subcommand("ablate")]
     | Annotated[Check, subcommand("check")]
     | Annotated[Eval, subcommand("eval")]
     | Annotated[Doctor, subcommand("doctor")]

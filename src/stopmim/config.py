@@ -88,14 +88,14 @@ class MaskingConfig(Section):
 class PositionsConfig(Section):
     """What the predictor is told about the place of a token."""
 
-    kind: Literal["sincos", "learned", "stochastic"] = "stochastic"
-    """stochastic: StoP. sincos: I-JEPA. learned: a learned table"""
+    kind: Literal["sincos", "learned", "stochastic", "jitter"] = "stochastic"
+    """stochastic: StoP. sincos: I-JEPA. learned: a learned table. jitter: moved by a few patches"""
     sigma: float | None = Field(default=None, ge=0)
-    """variance of n_j: Sigma = sigma A A^T. null: 0.25, for ViT-H 0.2; compat: 0.0625, 0.04"""
+    """variance of n_j; null: 0.25, ViT-H 0.2, compat 0.0625, 0.04. of jitter, in patches^2: 1"""
     base: Literal["sincos", "learned"] = "sincos"
     """the table of means, psi"""
-    covariance: Literal["tied", "untied", "fixed"] = "tied"
-    """tied: sigma A A^T with the A of the context. untied: with its own A. fixed: sigma I"""
+    covariance: Literal["tied", "untied", "fixed", "conditioned"] = "tied"
+    """sigma A A^T, tied: A of the context, untied: own A; fixed: sigma I; conditioned: on images"""
     tokens: Literal["masked", "context", "both"] = "masked"
     """the tokens at uncertain places"""
     share: Fraction = 1.0
@@ -105,9 +105,16 @@ class PositionsConfig(Section):
 
     @model_validator(mode="after")
     def _every_knob_has_an_effect(self) -> Self:
-        if self.kind != "stochastic":
+        if self.kind in ("sincos", "learned"):
             unused = ("sigma", "base", "covariance", "tokens", "share", "ramp")
             _has_no_effect(self, unused, f"kind: {self.kind}")
+        if self.kind == "jitter":
+            _has_no_effect(self, ("base", "covariance", "share", "ramp"), "kind: jitter")
+        if self.covariance == "conditioned" and self.tokens != "masked":
+            raise ValueError(
+                f"tokens: {self.tokens}, but covariance: conditioned is of masked tokens alone; "
+                f"leave out one of them"
+            )
         return self
 
 
@@ -136,6 +143,10 @@ class OptimConfig(Section):
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     clip_grad: float | None = Field(default=None, gt=0)
     """largest norm of the whole gradient; null: no clipping"""
+    penalty_l1: float = Field(default=0.0, ge=0)
+    """times the sum of |A|, the matrix that projects the context, is added to the loss"""
+    penalty_l2: float = Field(default=0.0, ge=0)
+    """times the sum of A^2 is added to the loss"""
     freeze_epoch: int | None = Field(default=None, ge=1)
     """learning rate and weight decay stay as they are from this epoch on (released ViT-H)"""
 
@@ -195,6 +206,8 @@ class Config(Section):
     seed: int = Field(default=0, ge=0)
     compat: Compat | None = None
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""
+    lowres: Literal["bilinear", "max"] | None = None
+    """also predicts the targets at half the resolution: their mean or maximum over 2x2 patches"""
     data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
     positions: PositionsConfig = PositionsConfig()
@@ -224,6 +237,15 @@ class Config(Section):
                 f"runtime.accumulate: {self.runtime.accumulate} parts do not divide the batch "
                 f"of {self.optim.batch_size}"
             )
+        if self.lowres and self.positions.kind != "sincos":
+            raise ValueError(
+                f"lowres: is for certain places, got positions.kind {self.positions.kind}; "
+                f"set positions.kind: sincos"
+            )
+        if self.lowres and self.masking.kind != "multiblock":
+            raise ValueError("lowres: needs rectangles; set masking.kind: multiblock")
+        if self.lowres and self.target != "features":
+            raise ValueError("lowres: is of features; set target: features")
         if self.compat == "released":
             unused = ("covariance", "tokens", "base", "share", "ramp")
             _has_no_effect(self.positions, unused, "compat: released")
@@ -257,6 +279,8 @@ def resolve(config: Config) -> Config:
         std_or_variance = 0.2 if config.arch.startswith("vit_h") else 0.25
         # The released code hands the paper's number over as a standard deviation.
         sigma = std_or_variance**2 if released else std_or_variance
+    if sigma is None and config.positions.kind == "jitter":
+        sigma = 1.0
     return override(
         config,
         {

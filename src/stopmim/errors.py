@@ -53,3 +53,9 @@ class InterruptedRunError(UserError):
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(f"{message}; run the same command to go on")
         self.exit_code = 128 + signal_number
+
+
+class RowsFailedError(UserError):
+    """Runs of an ablation failed; its table has the others."""
+
+    exit_code = 9

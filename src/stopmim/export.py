@@ -35,7 +35,7 @@ from stopmim.interop import (
 from stopmim.keys import torch_generator
 from stopmim.mae import to_mae
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions
+from stopmim.positions import JitteredPositions, StochasticPositions
 from stopmim.predictor import Predictor
 from stopmim.vit import VisionTransformer
 
@@ -285,8 +285,10 @@ def _not_in_either(predictor: Predictor) -> str | None:
         return "untied noise"
     if isinstance(positions.table, nn.Parameter):
         return "learned positions"
+    if isinstance(positions, JitteredPositions):
+        return "jittered positions"
     if isinstance(positions, StochasticPositions) and positions.covariance != "projected":
-        return "a fixed covariance"
+        return f"a {positions.covariance} covariance"
     return None
 
 

@@ -23,7 +23,6 @@ from stopmim.keys import numpy_generator, torch_generator
 from stopmim.masking import Masks, multiblock, random
 from stopmim.mim import MaskedImageModel
 from stopmim.plan import multiblock_options
-from stopmim.positions import StochasticPositions
 from stopmim.predictor import Noise
 
 PROBE = 128  # images, of each of which two crops are looked at
@@ -106,7 +105,7 @@ class Health:
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
-            "noise_to_signal": noise_to_signal(model),
+            "noise_to_signal": noise_to_signal(model, self._context(model)),
             "neighbours": neighbour_score(seen.mean(1), again.mean(1)),
             **{
                 f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
@@ -133,6 +132,15 @@ class Health:
         tokens = self._tokens(model, pixels)
         wanted = self.probe.masks.targets[:, 0].to(self.device)  # (M, K)
         return tokens, predicted, tokens[:, wanted].transpose(0, 1)
+
+    def _context(self, model: MaskedImageModel) -> Tensor | None:
+        """What the encoder makes of the context of some images, (n, C, D), if noise needs it."""
+        if not model.predictor.positions.conditioned:
+            return None
+        images = normalise(self.probe.views[0, :CHUNK].to(self.device))
+        index = self.probe.masks.context.to(self.device).expand(len(images), -1)
+        with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+            return model.encoder(images, index).float()
 
     def _tokens(self, model: MaskedImageModel, pixels: Tensor, *, features: bool = False) -> Tensor:
         """The targets of every patch, (n, N, T); or what the encoder makes of it, (n, N, D)."""
@@ -190,17 +198,17 @@ def _predictions(predicted: Tensor, target: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def noise_to_signal(model: MaskedImageModel) -> float:
-    """Power of A n over that of psi + m~, for masked tokens: 0 is certainty about places."""
+def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> float:
+    """Power of A n over that of psi + m~, for masked tokens: 0 is certainty about places.
+
+    `context` are features (n, C, D) of context tokens, for noise that is made from them.
+    """
     predictor, positions = model.predictor, model.predictor.positions
-    if not isinstance(positions, StochasticPositions) or not predictor.noisy_masked:
+    if not predictor.noisy_masked:
         return 0.0
     bias = positions.mask_token if positions.bias == "mask_token" else 0.0
     signal = (positions.table + bias).square().sum(-1).mean()
-    # E|A n|^2 = sigma |A|^2; for covariance "fixed" A is the identity.
-    fixed = positions.covariance == "fixed"
-    power = positions.width if fixed else predictor.noise_layer.weight.square().sum()
-    return float(positions.share * positions.sigma * power / signal)
+    return float(positions.power(predictor.noise_layer, context) / signal)
 
 
 def neighbour_score(first: Tensor, second: Tensor) -> float:

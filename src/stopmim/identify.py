@@ -24,7 +24,7 @@ from stopmim.interop import (
     model_in,
 )
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions, sincos_2d
+from stopmim.positions import JitteredPositions, StochasticPositions, sincos_2d
 from stopmim.run import Run
 from stopmim.untrusted import metadata, read_json, read_tree
 from stopmim.vit import Encoder, VisionTransformer
@@ -188,6 +188,9 @@ def variant(model: MaskedImageModel) -> str:
     pixels = model.target == "pixels"
     if pixels and model.norm_pixels:
         size += ", normed pixels"
+    if isinstance(own, JitteredPositions):
+        base = "MAE" if pixels else "I-JEPA"
+        return f"{base}, jittered positions, sigma {own.sigma:g} patches squared, {size}"
     if not isinstance(own, StochasticPositions):
         return f"{'MAE' if pixels else 'I-JEPA'}, certain positions, {size}"
     mode = " as released (no mask token)" if own.bias == "project" else ""

@@ -4,7 +4,8 @@ Pure functions of a generator. The *size* of a block is drawn once per batch and
 per image, so that everything has one shape; the context is thinned to a fixed length, so that the
 shapes of a whole run are few and depend neither on the batch size nor on the number of GPUs.
 
-Shapes: B images, N = side * side patches, C context patches, M targets of K patches, T candidates.
+Shapes: B images, N = side * side patches, C context patches, M targets of K patches or L cells of
+2x2 patches, T candidates.
 """
 
 import functools
@@ -279,6 +280,27 @@ def _patches(places: Corners, block: Block, side: int) -> Tensor:
     """The patch numbers (..., K) of a block at `places` (...), ascending."""
     first = places.top * side + places.left
     return first.unsqueeze(-1) + _offsets(side, block, first.device)
+
+
+def cells(targets: Tensor, block: Block, side: int) -> Tensor:
+    """The cells of the grid of half the resolution in rectangles `targets` (M, B, K): (M, B, L).
+
+    A cell is 2x2 patches, whole and inside the rectangle, from an even row and an even column on,
+    and is called by the number of its first patch. A block of height h holds (h - 1) // 2 or h // 2
+    rows of them, by where it begins. The smaller number is taken of every block, so that shapes do
+    not depend on places: an even h that begins at an even row loses one row, the one nearer to the
+    middle of the grid. (Were it always the last, the last row of the grid would never be
+    predicted.) For columns it is the same.
+    """
+    first = targets[..., 0]  # (M, B), the upper left patch of each block
+    corners = []
+    for start, edge in zip((first // side, first % side), block, strict=True):
+        begin = start + start % 2
+        spare = (edge - start % 2) // 2 - (edge - 1) // 2  # 0 or 1
+        corners.append(begin + 2 * spare * (2 * start + edge > side))
+    held = Block(*((edge - 1) // 2 for edge in block))
+    offsets = 2 * _offsets(side, held, targets.device)  # (L,)
+    return (corners[0] * side + corners[1]).unsqueeze(-1) + offsets
 
 
 # Tables, kept on the device: masks are drawn at every step, and every operation has its price.

@@ -3,8 +3,8 @@
 `get_target` of the paper is `MaskedImageModel.targets`: features of the EMA encoder (I-JEPA), or
 pixels (MAE).
 
-Shapes: B images, C context patches, M target blocks of K patches, N patches, D width, T numbers to
-predict per patch: D features, or its p * p * 3 pixels.
+Shapes: B images, C context patches, M target blocks of K patches or L cells of 2x2 patches, N
+patches, D width, T numbers to predict per patch: D features, or its p * p * 3 pixels.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stopmim.arch import parse_arch
 from stopmim.config import Config
 from stopmim.keys import seed_of
-from stopmim.positions import Positions, StochasticPositions
+from stopmim.positions import Covariance, JitteredPositions, Positions, StochasticPositions
 from stopmim.predictor import Noise, Predictor
 from stopmim.vit import VisionTransformer, initialise_mae, take
 
@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     images: Tensor  # (B, 3, H, W), normalised
     context: Tensor  # (B, C) int64 patch numbers
     targets: Tensor  # (M, B, K) int64 patch numbers
+    cells: Tensor | None = None  # (M, B, L) from masking.cells, for `lowres`
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -45,6 +46,9 @@ class MaskedImageModel(nn.Module):
     Args:
         target: "features" of the target encoder are predicted, or "pixels", and there is none.
         norm_pixels: every patch to predict has mean 0 and variance 1.
+        lowres: the targets are predicted at half the resolution too, the paper's rival of blurred
+            places: the mean ("bilinear") or the largest value ("max") of every 2x2 cell, at its
+            centre.
     """
 
     target_encoder: VisionTransformer | None
@@ -56,9 +60,13 @@ class MaskedImageModel(nn.Module):
         *,
         target: Target = "features",
         norm_pixels: bool = True,
+        lowres: Literal["bilinear", "max"] | None = None,
     ) -> None:
         super().__init__()
-        self.target, self.norm_pixels = target, norm_pixels
+        positions = predictor.positions
+        if lowres and (positions.uncertain or isinstance(positions.table, nn.Parameter)):
+            raise ValueError("lowres is for certain sine-cosine positions")
+        self.target, self.norm_pixels, self.lowres = target, norm_pixels, lowres
         self.encoder = encoder
         self.predictor = predictor
         self.target_encoder = None
@@ -69,10 +77,33 @@ class MaskedImageModel(nn.Module):
         """The target encoder, which the papers evaluate, or the trained one: MAE has but one."""
         return self.encoder if name == "context" else self.target_encoder or self.encoder
 
-    def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(predicted, target), both (M, B, K, T). What training calls, and the only thing."""
+    def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, ...]:
+        """(predicted, target), both (M, B, K, T). What training calls, and the only thing.
+
+        With `lowres` four: then both again at half the resolution, (M, B, L, D).
+        """
+        if self.lowres:
+            return self._at_both_scales(batch)
         target = self.targets(batch.images, batch.targets)
         return self.predict(batch.images, batch.context, batch.targets, noise), target
+
+    def _at_both_scales(self, batch: Batch) -> tuple[Tensor, ...]:
+        if batch.cells is None:
+            raise ValueError("lowres needs the cells of the targets, as masking.cells gives them")
+        context = self.encoder(batch.images, batch.context)
+        predicted = self.predictor(context, batch.context, batch.targets)
+        # The first patch of a cell is at its upper left: the centre is half a patch from it.
+        half = torch.full((2,), 0.5, device=batch.cells.device)
+        predicted_low = self.predictor(context, batch.context, batch.cells, moved_by=half)
+        # The four patches of a cell beside the targets, so that the image is encoded once.
+        side = self.encoder.side
+        four = [batch.cells + step for step in (0, 1, side, side + 1)]
+        both = self.targets(batch.images, torch.cat([batch.targets, *four], dim=-1))
+        sizes = [x.shape[-1] for x in (batch.targets, *four)]
+        target, *cell = both.split(sizes, dim=2)
+        cell = torch.stack(cell)  # (4, M, B, L, D)
+        low = cell.mean(dim=0) if self.lowres == "bilinear" else cell.amax(dim=0)
+        return predicted, target, predicted_low, low
 
     def predict(
         self,
@@ -140,7 +171,11 @@ def build(config: Config) -> MaskedImageModel:
             predictor.apply(initialise_mae)
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
     return MaskedImageModel(
-        encoder, predictor, target=config.target, norm_pixels=config.norm_pixels
+        encoder,
+        predictor,
+        target=config.target,
+        norm_pixels=config.norm_pixels,
+        lowres=config.lowres,
     )
 
 
@@ -152,14 +187,26 @@ def build_positions(config: Config) -> Positions:
     match p.kind:
         case "sincos" | "learned":
             return Positions(side, width, base=p.kind, bias=bias)
+        case "jitter":
+            return JitteredPositions(side, width, _resolved(p.sigma), bias=bias)
         case "stochastic":
-            if p.sigma is None:
-                raise ValueError("positions.sigma is not resolved")
-            covariance: Literal["fixed", "projected"] = (
-                "fixed" if p.covariance == "fixed" else "projected"
+            covariance: Covariance = (
+                p.covariance if p.covariance in ("fixed", "conditioned") else "projected"
             )
             return StochasticPositions(
-                side, width, p.sigma, base=p.base, covariance=covariance, bias=bias, share=p.share
+                side,
+                width,
+                _resolved(p.sigma),
+                base=p.base,
+                covariance=covariance,
+                bias=bias,
+                share=p.share,
             )
         case unknown:
             assert_never(unknown)
+
+
+def _resolved(sigma: float | None) -> float:
+    if sigma is None:
+        raise ValueError("positions.sigma is not resolved")
+    return sigma

@@ -28,6 +28,12 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
             masking.check_multiblock(config.side, **multiblock_options(config.masking))
         except ValueError as error:
             raise UserError(f"config: masking: {error}") from None
+    if config.lowres and min(small := min(_blocks(config), key=min)) < 3:
+        raise UserError(
+            f"config: lowres: a target of {small.height}x{small.width} on a "
+            f"{config.side}x{config.side} grid need not hold one whole cell of 2x2 patches; "
+            f"raise masking.target_scale"
+        )
     return config
 
 
@@ -63,10 +69,14 @@ def _masks(config: Config) -> str:
     if m.kind == "random":
         return f"{m.ratio:.0%} of the patches hidden at random"
     options = multiblock_options(m)
-    blocks = masking.possible_blocks(
-        config.side, m.target_scale, m.target_aspect, compat=options["compat"]
-    )
+    blocks = _blocks(config)
     shapes = ", ".join(f"{b.height}x{b.width} ({p:.0%})" for b, p in sorted(blocks.items()))
     length = m.context_length or masking.default_context_length(config.side)
     seen = "as many patches as the batch allows" if options["compat"] else f"{length} patches"
     return f"{seen} seen, {m.targets} targets of {shapes}"
+
+
+def _blocks(config: Config) -> dict[masking.Block, float]:
+    m = config.masking
+    compat = size_options(m)["compat"]
+    return masking.possible_blocks(config.side, m.target_scale, m.target_aspect, compat=compat)

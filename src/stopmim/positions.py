@@ -1,7 +1,8 @@
 """Where the predictor is told its tokens are. `StochasticPositions` is the paper's contribution.
 
-Shapes: B images, K tokens of a target block, N = side * side patches, D encoder width, P predictor
-width. `index` is int64 patch numbers in row-major order and may have any leading dimensions.
+Shapes: B images, K tokens of a target block, C context tokens, N = side * side patches, D encoder
+width, P predictor width. `index` is int64 patch numbers in row-major order and may have any leading
+dimensions.
 """
 
 import math
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Base = Literal["sincos", "learned"]
-Covariance = Literal["projected", "fixed"]
+Covariance = Literal["projected", "fixed", "conditioned"]
 Bias = Literal["mask_token", "project"]
 Tokens = Literal["masked", "context"]
+
+FLAT = 1e-6  # a variance per component below which context tokens count as all the same
 
 
 def _one_of(name: str, value: str, words: tuple[str, ...]) -> None:
@@ -26,11 +29,31 @@ def sincos_2d(side: int, width: int) -> Tensor:
     """Fixed 2-D sine-cosine table (side * side, width), in the row-major order of the patches."""
     if width % 4:
         raise ValueError(f"sine-cosine positions need a width divisible by 4, got {width}")
-    omega = 1.0 / 10000 ** (torch.arange(width // 4, dtype=torch.float64) / (width // 4))  # (P/4,)
+    omega = _frequencies(width)  # (P/4,)
     row, col = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     # Columns fill the first half: MAE, I-JEPA and StoP build their grid with the width first.
     angles = [axis.reshape(-1, 1).double() * omega for axis in (col, row)]  # 2 x (N, P/4)
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1).float()
+
+
+def _frequencies(width: int, device: torch.device | None = None) -> Tensor:
+    """Radians per patch of each sine-cosine pair, (P/4,) in float64."""
+    exponent = torch.arange(width // 4, dtype=torch.float64, device=device) / (width // 4)
+    return 1.0 / 10000**exponent
+
+
+def moved(psi: Tensor, by: Tensor) -> Tensor:
+    """Sine-cosine positions `psi` (..., P), as far down and to the right as `by` (..., 2) patches.
+
+    By the addition theorem, from the table and not from coordinates: not moved is exactly `psi`.
+    """
+    omega = _frequencies(psi.shape[-1], psi.device).to(psi.dtype)
+    halves = []
+    # Columns fill the first half of the channels: see sincos_2d.
+    for half, patches in zip(psi.chunk(2, dim=-1), (by[..., 1:], by[..., :1]), strict=True):
+        (sin, cos), angle = half.chunk(2, dim=-1), patches.to(psi.dtype) * omega  # (..., P/4)
+        halves += [sin * angle.cos() + cos * angle.sin(), cos * angle.cos() - sin * angle.sin()]
+    return torch.cat(halves, dim=-1)
 
 
 class Positions(nn.Module):
@@ -46,6 +69,8 @@ class Positions(nn.Module):
     """
 
     table: Tensor  # psi, (1, N, P)
+    uncertain = False  # whether there is noise to draw
+    conditioned = False  # whether it is made from the context tokens
 
     def __init__(
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
@@ -62,10 +87,17 @@ class Positions(nn.Module):
             0.02 * torch.randn(1, 1, width), requires_grad=bias == "mask_token"
         )
 
-    def mean(self, index: Tensor, tokens: Tokens = "masked") -> Tensor:
-        """The position without noise, (..., P): psi_j, and m~ on masked tokens."""
+    def mean(
+        self, index: Tensor, tokens: Tokens = "masked", moved_by: Tensor | None = None
+    ) -> Tensor:
+        """The position without noise, (..., P): psi_j, and m~ on masked tokens.
+
+        `moved_by` (..., 2) is how far down and to the right of the patch, for a sine-cosine table.
+        """
         _one_of("tokens", tokens, get_args(Tokens))
         token = self.table[0, index]
+        if moved_by is not None:
+            token = moved(token, moved_by)
         if tokens == "masked" and self.bias == "mask_token":
             token = token + self.mask_token[0, 0]
         return token
@@ -78,8 +110,29 @@ class Positions(nn.Module):
         *,
         noise: Tensor | None = None,
         tokens: Tokens = "masked",
+        context: Tensor | None = None,
     ) -> Tensor:
         return self.mean(index, tokens)
+
+    def draw(
+        self,
+        index: Tensor,
+        project: nn.Linear,
+        generator: torch.Generator | None = None,
+        *,
+        seen: int = 0,
+    ) -> Tensor | None:
+        """The noise of every token of `index`, for `forward`; there is none here."""
+        return None
+
+    def power(self, project: nn.Linear, context: Tensor | None = None) -> Tensor:
+        """Mean square length of what the noise adds to a position; the arguments of `forward`."""
+        return self.table.new_zeros(())
+
+
+def _is_variance(sigma: float) -> None:
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
 
 
 class StochasticPositions(Positions):
@@ -96,12 +149,15 @@ class StochasticPositions(Positions):
         side, width, base: see `Positions`.
         sigma: variance of each component of n_j.
         covariance: "projected" is sigma A A^T; "fixed" is sigma I, the paper's ablation, with the
-            noise drawn in the width of the predictor and no projection.
+            noise drawn in the width of the predictor and no projection. "conditioned" makes the
+            noise from the image, which the paper leaves for future work; see `_mixture`.
         bias: "mask_token" is the paper: the bias of `project` never touches the noise, m~ is a
             parameter of its own. "project" is the released code: the bias of `project` takes the
             place of m~, and there is noise in evaluation too.
         share: chance of a token to be at an uncertain place; the others are told theirs exactly.
     """
+
+    uncertain = True
 
     def __init__(
         self,
@@ -116,28 +172,47 @@ class StochasticPositions(Positions):
     ) -> None:
         super().__init__(side, width, base=base, bias=bias)
         _one_of("covariance", covariance, get_args(Covariance))
-        if not 0 <= sigma < math.inf:
-            raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
+        _is_variance(sigma)
         if not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.sigma, self.covariance, self.share = sigma, covariance, share
+        self.conditioned = covariance == "conditioned"
 
     def draw(
-        self, index: Tensor, project: nn.Linear, generator: torch.Generator | None = None
+        self,
+        index: Tensor,
+        project: nn.Linear,
+        generator: torch.Generator | None = None,
+        *,
+        seen: int = 0,
     ) -> Tensor:
         """n_j for every token of `index`, already scaled by sqrt(sigma): (..., D), float32.
 
-        (..., P) for ``covariance="fixed"``. Always float32: bfloat16 has too few bits to draw in.
+        (..., P) for ``covariance="fixed"``. For "conditioned" e_j, (..., C): the weights of the
+        `seen` context tokens in n_j. Always float32: bfloat16 has too few bits to draw in.
         """
-        width = self.width if self.covariance == "fixed" else project.in_features
+        width, variance = project.in_features, self.sigma
+        if self.covariance == "fixed":
+            width = self.width
+        elif self.conditioned:
+            width, variance = seen, self.sigma / max(1, seen)
         shape = (*index.shape, width)
         noise = torch.randn(shape, generator=generator, device=index.device).mul_(
-            math.sqrt(self.sigma)
+            math.sqrt(variance)
         )
         if self.share < 1:
             chance = torch.rand(index.shape, generator=generator, device=index.device)
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)
         return noise
+
+    def power(self, project: nn.Linear, context: Tensor | None = None) -> Tensor:
+        if self.covariance == "fixed":
+            return torch.tensor(self.share * self.sigma * self.width)
+        directions = project.weight  # E|A n|^2 = sigma |A|^2
+        if self.conditioned:
+            mixture = _mixture(context)  # (B, C, D)
+            directions = F.linear(mixture, project.weight) / math.sqrt(mixture[..., 0].numel())
+        return self.share * self.sigma * directions.square().sum()
 
     def forward(
         self,
@@ -147,6 +222,7 @@ class StochasticPositions(Positions):
         *,
         noise: Tensor | None = None,
         tokens: Tokens = "masked",
+        context: Tensor | None = None,
     ) -> Tensor:
         """Positions (..., P) of the tokens at patches `index` (...).
 
@@ -155,6 +231,8 @@ class StochasticPositions(Positions):
             generator: the source of the draw; the default generator without it.
             noise: replaces the draw; as `draw` returns it.
             tokens: "context" leaves out m~, for context tokens at uncertain places.
+            context: the features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
+                last dimensions of `index` are then (B, K).
         """
         if project is None:
             raise ValueError("stochastic positions need the layer A that projects the context")
@@ -162,9 +240,87 @@ class StochasticPositions(Positions):
         if noise is None:
             if not (self.training or self.bias == "project"):
                 return token
-            noise = self.draw(index, project, generator)
+            seen = 0 if context is None else context.shape[-2]
+            noise = self.draw(index, project, generator, seen=seen)
         if self.covariance == "fixed":
             return token + noise
+        if self.conditioned:
+            noise = noise @ _mixture(context).to(noise.dtype)  # (..., B, K, C) -> (..., B, K, D)
         # The weight alone: the bias of A must not reach the noise, m~ is its own parameter.
         bias = project.bias if self.bias == "project" else None
         return token + F.linear(noise, project.weight, bias)  # (..., D) -> (..., P)
+
+
+def _mixture(context: Tensor | None) -> Tensor:
+    """What noise conditioned on context tokens s_i is mixed from, (B, C, D).
+
+    ``n_j = sum_i e_ji (s_i - mean s) sqrt(D / tr C_s)`` with ``e_ji ~ N(0, sigma / C)``: a Gaussian
+    with the covariance C_s of the context tokens of this very image, brought to the total variance
+    sigma D that n_j has in StoP, so that sigma means the same.
+
+    No A can make it collapse. Behind A it is ``Sigma = sigma D / tr C_s * A C_s A^T``, in a fixed
+    ratio to the covariance ``A C_s A^T`` of the projected tokens: what lowers the noise lowers what
+    is seen of the context by the same factor, in every direction. Isotropic noise leaves a way out:
+    an A that keeps the directions in which tokens differ most, and drops the noise of all others.
+    And no gradient reaches the encoder through the noise: the tokens are detached. What is left is
+    left in StoP as well: features on a larger scale with a smaller A. Where all tokens are the
+    same, or there is one, there is no noise.
+    """
+    if context is None:
+        raise ValueError("conditioned noise is made from context tokens: none were given")
+    s = context.detach().float()
+    s = s - s.mean(dim=-2, keepdim=True)
+    variance = s.square().mean(dim=(-2, -1), keepdim=True)  # tr C_s / D, (B, 1, 1)
+    return s * variance.clamp(min=FLAT).rsqrt()
+
+
+class JitteredPositions(Positions):
+    """Tokens moved at random: ``psi(row + e1, col + e2) + m~`` with ``e ~ N(0, sigma)`` in patches.
+
+    The plain rival of StoP: uncertain places without anything that is learned.
+
+    Args:
+        side, width, bias: see `Positions`; the table is sine-cosine, which has values in between.
+        sigma: variance of each coordinate, in patches squared.
+    """
+
+    uncertain = True
+
+    def __init__(self, side: int, width: int, sigma: float, *, bias: Bias = "mask_token") -> None:
+        super().__init__(side, width, bias=bias)
+        _is_variance(sigma)
+        self.sigma = sigma
+
+    def draw(
+        self,
+        index: Tensor,
+        project: nn.Linear | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        seen: int = 0,
+    ) -> Tensor:
+        """How far each token of `index` is moved, down and to the right: (..., 2), float32."""
+        shape = (*index.shape, 2)
+        return torch.randn(shape, generator=generator, device=index.device).mul_(
+            math.sqrt(self.sigma)
+        )
+
+    def power(self, project: nn.Linear | None = None, context: Tensor | None = None) -> Tensor:
+        # E|exp(i w (x + e)) - exp(i w x)|^2 = 2 - 2 exp(-w^2 sigma / 2), for rows and for columns.
+        decay = torch.exp(-_frequencies(self.width).square() * self.sigma / 2)
+        return 4 * (1 - decay).sum()
+
+    def forward(
+        self,
+        index: Tensor,
+        project: nn.Linear | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        noise: Tensor | None = None,
+        tokens: Tokens = "masked",
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Positions (..., P) of the tokens at patches `index` (...), moved by `noise` (..., 2)."""
+        if noise is None and self.training:
+            noise = self.draw(index, generator=generator)
+        return self.mean(index, tokens, noise)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.positions import Positions, StochasticPositions
+from stopmim.positions import Positions
 from stopmim.vit import EPS, Block, initialise, through
 
 # I-JEPA keeps these at the top of its predictor; here they belong to `positions`.
@@ -21,9 +21,9 @@ _RELEASED_NAMES = {
 
 
 class Noise(NamedTuple):
-    """The draws of one batch, as `StochasticPositions.draw` returns them; None: no uncertainty."""
+    """The draws of one batch, as `draw` of the positions returns them; None: no uncertainty."""
 
-    masked: Tensor | None = None  # (M, B, K, D)
+    masked: Tensor | None = None  # (M, B, K, D) for StoP
     context: Tensor | None = None  # (B, C, D)
 
 
@@ -66,9 +66,8 @@ class Predictor(nn.Module):
         self.predictor_proj = nn.Linear(width, outputs or encoder_width)
         self.apply(initialise)
         self.positions = positions
-        stochastic = isinstance(positions, StochasticPositions)
-        self.noisy_masked = stochastic and noisy in ("masked", "both")
-        self.noisy_context = stochastic and noisy in ("context", "both")
+        self.noisy_masked = positions.uncertain and noisy in ("masked", "both")
+        self.noisy_context = positions.uncertain and noisy in ("context", "both")
         self.register_state_dict_post_hook(_to_released_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_released_names)  # type: ignore[no-untyped-call]
 
@@ -84,14 +83,12 @@ class Predictor(nn.Module):
 
         `context_index` is (B, C), `target_index` (M, B, K).
         """
-        positions = self.positions
-        if not isinstance(positions, StochasticPositions):
-            return Noise()
         masked = context = None
         if self.noisy_masked:
-            masked = positions.draw(target_index, self.noise_layer, generator)
+            seen = context_index.shape[1]
+            masked = self.positions.draw(target_index, self.noise_layer, generator, seen=seen)
         if self.noisy_context:
-            context = positions.draw(context_index, self.noise_layer, generator)
+            context = self.positions.draw(context_index, self.noise_layer, generator)
         return Noise(masked, context)
 
     def forward(
@@ -100,12 +97,14 @@ class Predictor(nn.Module):
         context_index: Tensor,
         target_index: Tensor,
         noise: Noise | None = None,
+        moved_by: Tensor | None = None,
     ) -> Tensor:
         """What is predicted, (M, B, K, T), of the patches `target_index` (M, B, K).
 
         The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
         A context of more tokens than `context_index` (B, C) has those of no place first (MAE's
-        class token), whose position is zeros.
+        class token), whose position is zeros. `moved_by` (2,) asks for places that far down and to
+        the right of the patches, if certain.
         """
         noise = noise or Noise()
         for tokens, given, noisy in (
@@ -119,7 +118,11 @@ class Predictor(nn.Module):
         if placeless := context.shape[1] - context_index.shape[1]:
             places = F.pad(places, (0, 0, placeless, 0))
         c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i
-        m = self._positions(target_index, noise.masked, "masked", self.noisy_masked)
+        if moved_by is None:
+            seen = context[:, placeless:]
+            m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, seen)
+        else:
+            m = self.positions.mean(target_index, "masked", moved_by)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         *before, last = self.predictor_blocks
@@ -129,11 +132,16 @@ class Predictor(nn.Module):
         return x.unflatten(0, (blocks, batch))
 
     def _positions(
-        self, index: Tensor, noise: Tensor | None, tokens: Literal["masked", "context"], noisy: bool
+        self,
+        index: Tensor,
+        noise: Tensor | None,
+        tokens: Literal["masked", "context"],
+        noisy: bool,
+        context: Tensor | None = None,
     ) -> Tensor:
         if not noisy:
             return self.positions.mean(index, tokens)
-        return self.positions(index, self.noise_layer, noise=noise, tokens=tokens)
+        return self.positions(index, self.noise_layer, noise=noise, tokens=tokens, context=context)
 
 
 def _to_released_names(module: nn.Module, state: Any, prefix: str, _: Any) -> None:

@@ -86,8 +86,10 @@ def compare(
     distance: Callable[[Tensor, Tensor], Tensor] = F.smooth_l1_loss,
 ) -> Compared:
     """The loss of one part of a batch; this is what gets compiled."""
-    predicted, target = model(batch, noise)  # both (M, B, K, T)
+    predicted, target, *low = model(batch, noise)  # both (M, B, K, T)
     loss = distance(predicted.float(), target.float())
+    if low:  # the map at half the resolution counts as much
+        loss = (loss + distance(low[0].float(), low[1].float())) / 2
     with torch.no_grad():
         spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
     return Compared(loss, *spread)
@@ -113,6 +115,7 @@ def train_step(
     amp: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None,
+    penalty: tuple[float, float] = (0.0, 0.0),
     broken: Tensor | None = None,
     compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
     world: World = ALONE,
@@ -124,6 +127,7 @@ def train_step(
     that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
     first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
     `spread` is what distributed.spread made of `model`: every rank of `world` has its own parts.
+    `penalty` has the weights of `penalise`.
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
@@ -138,6 +142,7 @@ def train_step(
     values = world.mean_(torch.stack(sums).sum(dim=0))
     if scaler:
         scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
+    penalised = {"penalty": penalise(model.predictor, *penalty)} if any(penalty) else {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
@@ -153,7 +158,26 @@ def train_step(
     else:
         optimizer.step()
     model.update_target(momentum)
-    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm}
+    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm} | penalised
+
+
+@torch.no_grad()
+def penalise(predictor: Predictor, l1: float, l2: float) -> Tensor:
+    """Adds l1 * sum|A| + l2 * sum A^2 to what is minimised, by its gradient, and returns it.
+
+    It depends on no image, so it comes once per update, after the parts, ranks and pieces (FSDP) of
+    the batch are together. The logged loss is that of the predictions alone.
+    """
+    a = predictor.predictor_embed.weight
+    assert a.grad is not None
+    a.grad += l1 * a.sign() + 2 * l2 * a
+    return whole(l1 * a.abs().sum() + l2 * a.square().sum())
+
+
+def draw_sizes(config: Config, step: int) -> masking.Sizes:
+    """The block sizes of the batch of `step`."""
+    on_host = torch_generator("sizes", config.seed, step)
+    return masking.draw_sizes(config.side, generator=on_host, **size_options(config.masking))
 
 
 def draw_masks(
@@ -165,9 +189,7 @@ def draw_masks(
     if m.kind == "random":
         every = masking.random(size, side, generator=places, ratio=m.ratio)
         return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
-    on_host = torch_generator("sizes", config.seed, step)
-    sizes = masking.draw_sizes(side, generator=on_host, **size_options(m))
-    options = multiblock_options(m) | {"sizes": sizes}
+    options = multiblock_options(m) | {"sizes": draw_sizes(config, step)}
     if m.compat == "released":
         # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
         return [
@@ -328,7 +350,10 @@ def _train(
         if change := AUGMENT.get(config.data.augmentation or "crop"):
             pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
         noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
-        return Batch(normalise(pixels), *masks), noise
+        cells = None
+        if config.lowres:
+            cells = masking.cells(masks.targets, draw_sizes(config, step).target, config.side)
+        return Batch(normalise(pixels), *masks, cells), noise
 
     ### The loop
     with signals() as received, Ticker("pretrain", total, step) as ticker:
@@ -347,6 +372,7 @@ def _train(
                 amp=amp,
                 scaler=scaler,
                 clip=optim.clip_grad,
+                penalty=(optim.penalty_l1, optim.penalty_l2),
                 broken=broken,
                 compare=loss,
                 world=world,

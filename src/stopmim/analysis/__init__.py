@@ -75,7 +75,10 @@ def draw(what: What, paths: list[Path], data: "str | Path | Images | None" = Non
         case "noise":
             return norms.figure([norms.norms(run) for run in runs])
         case "similarity":
-            return similarity.figure(similarity.of_model(runs[0].model(), runs[0].config.seed))
+            model, seed, context = runs[0].model(), runs[0].config.seed, None
+            if model.predictor.positions.conditioned:
+                context = similarity.seen(load(paths[0], images, 1))
+            return similarity.figure(similarity.of_model(model, seed, context=context))
         case "prediction":
             subjects = [load(path, images, IMAGES) for path in paths]
             # The same images under the same masks for all: those of the first.

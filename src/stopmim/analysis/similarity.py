@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.analysis.pictures import INK, house_style
+from stopmim.analysis.subject import Subject, indices, pixels
 from stopmim.keys import torch_generator
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import Positions, StochasticPositions
+from stopmim.positions import Positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,11 +37,21 @@ def spread_queries(side: int) -> Tensor:
     return torch.tensor([row * side + col for row, col in places])
 
 
-def of_model(model: MaskedImageModel, seed: int, draws: int = DRAWS) -> Similarity:
+def of_model(
+    model: MaskedImageModel, seed: int, draws: int = DRAWS, context: Tensor | None = None
+) -> Similarity:
     """The similarity of three positions of a model; see `similarity`."""
     positions, project = model.predictor.positions, model.predictor.noise_layer
     generator = torch_generator("report", seed)
-    return similarity(positions, project, spread_queries(positions.side), draws, generator)
+    queries = spread_queries(positions.side)
+    return similarity(positions, project, queries, draws, generator, context)
+
+
+@torch.no_grad()
+def seen(subject: Subject) -> Tensor:
+    """The context tokens (C, D) of the first image, for noise that is made from them."""
+    context, _ = indices(subject.views[:1])
+    return subject.model.encoder(pixels(subject.views[:1]), context)[0]
 
 
 @torch.no_grad()
@@ -50,6 +61,7 @@ def similarity(
     queries: Tensor,
     draws: int,
     generator: torch.Generator,
+    context: Tensor | None = None,
 ) -> Similarity:
     """Cosine of psi_q, of one psi_q + A n and of the mean over draws, to every psi_j.
 
@@ -60,16 +72,18 @@ def similarity(
         positions: the table psi and the noise; without noise all three maps are the same.
         project: A, as the predictor's `noise_layer`.
         queries: (Q,) patch numbers.
+        context: tokens (C, D) of an image, for noise that is made from them.
     """
     psi = positions.table[0].double()  # (N, P)
     query = psi[queries]  # (Q, P)
     drawn = query.expand(draws, *query.shape)  # (S, Q, P)
-    if isinstance(positions, StochasticPositions):
-        index = queries.expand(draws, -1)  # (S, Q)
-        noise = positions.draw(index, project, generator)
+    index = queries.expand(draws, -1)  # (S, Q)
+    count = 0 if context is None else len(context)
+    noise = positions.draw(index, project, generator, seen=count)
+    if noise is not None:
         # A n alone: the difference has neither m~ nor, in `released` mode, the bias of A.
         noisy, still = (
-            positions(index, project, noise=n, tokens="context")
+            positions(index, project, noise=n, tokens="context", context=context)
             for n in (noise, torch.zeros_like(noise))
         )
         drawn = drawn + (noisy - still)

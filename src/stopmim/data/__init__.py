@@ -5,7 +5,7 @@ a run is resumed at changes a sample.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import NamedTuple
 
 import numpy as np
@@ -146,7 +146,7 @@ def default_workers(images: Images) -> int:
     return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
 
 
-def steps_per_epoch(images: Images, config: Config) -> int:
+def steps_per_epoch(images: Sized, config: Config) -> int:
     steps = len(images) // config.optim.batch_size
     if not steps:
         raise DataError(

@@ -234,11 +234,17 @@ def _list(text: str, split: Split | None) -> Images:
 
 
 def _scenes(text: str, split: Split | None) -> Scenes:
+    count, size, seed = parse_scenes(text)
+    return Scenes(count, size, seed + (split == "test"))
+
+
+def parse_scenes(text: str) -> tuple[int, int, int]:
+    """Count, size and seed of ``scenes[:count[:size[:seed]]]``, without rendering any."""
     _, *numbers = text.split(":")
     if not all(n.isdecimal() and int(n) > 0 for n in numbers[:2]) or len(numbers) > 3:
         raise UserError(f"{text}: expected scenes[:count[:size[:seed]]], as scenes:10000:64")
     count, size, seed = [int(n) for n in numbers] + [8192, 64, 0][len(numbers) :]
-    return Scenes(count, size, seed + (split == "test"))
+    return count, size, seed
 
 
 def _no_split(text: str, split: Split) -> DataError:

@@ -71,12 +71,7 @@ def evaluate(name: str, request: Request, protocols: Sequence[str] = PROTOCOLS) 
     """Measures the encoder called `name` and returns the table; the whole suite makes pages too."""
     encoder = open_encoder(name, request.branch)
     lines = destination(name, request.out)
-    train, test = _images(request, encoder)
-    if request.videos is None and isinstance(test, Scenes):
-        request = dataclasses.replace(request, videos="scenes")
-    options = options_of(request, encoder, protocols, test)
-    results = suite(encoder, train, test, options)
-    facts = _facts(name, request, train, test)
+    results, facts = asked(name, encoder, request, protocols)
     note(lines, [result.as_dict() for result in results], facts)
     shown = table.text(table.rows(results))
     if len(protocols) > 1 and lines is not None:
@@ -85,10 +80,28 @@ def evaluate(name: str, request: Request, protocols: Sequence[str] = PROTOCOLS) 
     return shown
 
 
+def asked(
+    name: str, encoder: Encoder, request: Request, protocols: Sequence[str]
+) -> tuple[list[Result], dict[str, Any]]:
+    """The results of `protocols`, and the facts that are noted with each."""
+    train, test = _images(request, encoder)
+    if request.videos is None and isinstance(test, Scenes):
+        request = dataclasses.replace(request, videos="scenes")
+    options = options_of(request, encoder, protocols, test)
+    return suite(encoder, train, test, options), _facts(name, request, train, test)
+
+
 def track(name: str, request: Request) -> str:
     """Tracking alone, on `request.videos`."""
     encoder = open_encoder(name, request.branch)
     lines = destination(name, request.out)
+    results, facts = tracked(name, encoder, request)
+    note(lines, [result.as_dict() for result in results], facts)
+    return table.text(table.rows(results))
+
+
+def tracked(name: str, encoder: Encoder, request: Request) -> tuple[list[Result], dict[str, Any]]:
+    """The results of tracking, and the facts that are noted with each."""
     request = dataclasses.replace(request, videos=request.videos or "scenes")
     options = options_of(request, encoder, ("tracking",), None)
     results = beside_untrained(
@@ -97,9 +110,7 @@ def track(name: str, request: Request) -> str:
         # The twin is measured, but nobody wants to see what it finds.
         lambda e: measure_videos(e, options, request.pictures if e is encoder else None),
     )
-    facts = {"encoder": name, "videos": str(request.videos), "branch": request.branch}
-    note(lines, [result.as_dict() for result in results], facts)
-    return table.text(table.rows(results))
+    return results, {"encoder": name, "videos": str(request.videos), "branch": request.branch}
 
 
 def tune(
@@ -107,9 +118,24 @@ def tune(
 ) -> str:
     """Fine-tunes the whole encoder; with `beside` also one from random weights."""
     encoder = open_encoder(name, request.branch)
+    lines = destination(name, request.out)
+    results, facts = tuned(name, encoder, request, recipe, changes, beside=beside)
+    note(lines, [result.as_dict() for result in results], facts)
+    return table.text(table.rows(results))
+
+
+def tuned(
+    name: str,
+    encoder: Encoder,
+    request: Request,
+    recipe: str,
+    changes: Mapping[str, Any],
+    *,
+    beside: bool = False,
+) -> tuple[list[Result], dict[str, Any]]:
+    """The results of fine-tuning, and the facts that are noted with each."""
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"{name}: only a Vision Transformer of ours can be fine-tuned")
-    lines = destination(name, request.out)
     train, test = _images(request, encoder)
     options = options_of(request, encoder, (), test)
     given = {key: value for key, value in changes.items() if value is not None}
@@ -140,9 +166,7 @@ def tune(
             dataclasses.replace(own, random_init=twin.value if beside else None)
             for own, twin in zip(found[0], found[-1], strict=True)
         ]
-    facts = _facts(name, request, train, test)
-    note(lines, [result.as_dict() for result in results], facts)
-    return table.text(table.rows(results))
+    return results, _facts(name, request, train, test)
 
 
 def contrast(a: str, b: str, request: Request) -> str:

@@ -23,7 +23,6 @@ from stopmim.data.skip import without_skipped
 from stopmim.doctor import Diagnosis, diagnose
 from stopmim.errors import UserError
 from stopmim.mim import MaskedImageModel
-from stopmim.positions import StochasticPositions
 from stopmim.report import explorer
 from stopmim.report.results import best, count, said, shown, time
 from stopmim.run import Run, write_whole
@@ -182,7 +181,12 @@ def _summary(
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}
 
 
-_POSITIONS = {"stochastic": " + StoP", "sincos": "", "learned": " with learned positions"}
+_POSITIONS = {
+    "stochastic": " + StoP",
+    "sincos": "",
+    "learned": " with learned positions",
+    "jitter": " with jittered positions",
+}
 
 
 def _method(config: Config) -> str:
@@ -282,11 +286,11 @@ def _previews(found: list[pictures.Preview], config: Config) -> dict[str, Any]:
 
 
 def _similarity(config: Config | None, model: MaskedImageModel | None) -> dict[str, Any] | None:
-    """The figure, for a model with stochastic positions."""
+    """The figure, for a model whose positions have noise, and the same noise for all images."""
     if config is None or model is None:
         return None
     positions = model.predictor.positions
-    if not isinstance(positions, StochasticPositions):
+    if not positions.uncertain or positions.conditioned:
         return None
     found = similarity.of_model(model, config.seed)
     alt = (

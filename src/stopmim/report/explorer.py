@@ -24,7 +24,6 @@ from stopmim.config import Config
 from stopmim.interop import load_model
 from stopmim.keys import torch_generator
 from stopmim.mim import MaskedImageModel, build
-from stopmim.positions import StochasticPositions
 from stopmim.run import Run
 
 EDGE = 240  # pixels of an image of the explorer
@@ -98,7 +97,7 @@ def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any
 def positions(model: MaskedImageModel, seed: int) -> dict[str, Any] | None:
     """Similarity of every position to every other, certain, drawn once, and over draws."""
     table = model.predictor.positions
-    if not isinstance(table, StochasticPositions):
+    if not table.uncertain or table.conditioned:
         return None
     every = torch.arange(table.side**2)
     generator = torch_generator("report", seed)

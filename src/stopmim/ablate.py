@@ -1,0 +1,225 @@
+"""``stopmim ablate TABLE``: plan every run of a table, carry them out, write the table.
+
+A run is known by its config, its data and its seed, not by its table: two rows that are the same
+train once, and so do two tables in the same folder. Each run is a process of `trial.py` in a run
+directory of its own, so that whatever is killed goes on where it was.
+"""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stopmim.ablations import find
+from stopmim.analysis.curves import training_seconds
+from stopmim.config import Config
+from stopmim.console import duration
+from stopmim.data import default_workers, open_images, steps_per_epoch
+from stopmim.data.sources import parse_scenes
+from stopmim.doctor import diagnose
+from stopmim.errors import UserError
+from stopmim.jobs import Entry, carried, carry_out, places, updates_of
+from stopmim.plan import configure
+from stopmim.presets import PRESETS
+from stopmim.report import ablation
+from stopmim.run import claimed, read_jsonl
+from stopmim.tables import Table
+from stopmim.trial import Answer, Question, Trial, identity, questions
+
+SCENES = 4096  # to pretrain on, if nothing is given
+NO_SEED = -1  # of an encoder that others trained
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    table: Table
+    preset: str
+    base: Config  # what the rows change
+    data: str
+    entries: tuple[Entry, ...]
+    out: Path
+
+    @property
+    def trials(self) -> dict[Path, Entry]:
+        """Every run once, by its directory."""
+        found: dict[Path, Entry] = {}
+        for entry in self.entries:
+            found.setdefault(entry.trial.path, entry)
+        return found
+
+
+class Ablation(NamedTuple):
+    """What was found, run by run; the page about it; and its main table as text."""
+
+    outcomes: list["Outcome"]
+    page: Path
+    text: str
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{run.run}: {run.problem}" for run in self.outcomes if run.problem]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run; `problem` says why it has no answers."""
+
+    row: str
+    seed: int
+    run: str
+    answers: Sequence[Answer]
+    problem: str
+    verdict: str
+    norms: tuple[float, float] | None  # of A and m~, at the end
+    updates: int
+    seconds: float
+
+
+def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
+    """Carries out what was planned, `jobs` runs at a time, and writes the table to `out`/`name`.
+
+    Goes on with whatever is there already. A run that fails does not stop the others.
+    """
+    with claimed(planned.out):
+        free = places(planned.base, jobs)
+        problems = carry_out(f"ablate {planned.name}", planned.trials, free)
+        found = [outcome(entry, problems.get(entry.trial.path, "")) for entry in planned.entries]
+        page = ablation.write(planned, found)
+    return Ablation(found, page, ablation.terminal(planned, found))
+
+
+def plan(
+    name: str,
+    *,
+    data: str | None = None,
+    preset: str | Path | Config = "tiny_cpu",
+    seeds: int = 1,
+    rows: Sequence[str] = (),
+    out: str | Path = "runs/ablate",
+    evals: Sequence[str] = (),
+    few: str = "25",
+    checkpoints: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> Plan:
+    """All runs of a table, every config proved to work and all data to be there; trains nothing.
+
+    Args:
+        data: to pretrain on; without it, scenes of the preset's size.
+        seeds: of every row, from the preset's on.
+        rows: names of rows; none: all.
+        evals: ``[NAME=]DATA``, labelled images (or videos) to evaluate on; see `questions`.
+        few: labelled images per class, or a list of their names, where a protocol has few labels.
+        checkpoints: ``NAME=FILE``, encoders of others that are evaluated beside.
+        changes: of config keys, for all rows.
+    """
+    table, out = find(name), Path(out)
+    if seeds < 1:
+        raise UserError(f"--seeds {seeds}: at least one is needed")
+    base = configure(preset, dict(changes or {}))
+    data = data or f"scenes:{SCENES}:{base.image_size}"
+    key, count, workers = _stock(data)
+    asked = questions(table.asks, data, base.image_size, evals, few)
+    folders, entries, problems = dict[str, Path](), list[Entry](), list[str]()
+    for row, seed in itertools.product(table.choose(tuple(rows)), range(seeds)):
+        try:
+            config = configure(base, row.of(base) | {"seed": base.seed + seed})
+            updates = config.optim.epochs * steps_per_epoch(range(count), config)
+        except UserError as error:
+            problems += [f"{row.name}: {line}" for line in str(error).splitlines()]
+            continue
+        run = identity(config, key)
+        # Rows that are the same share the name that the run is first met under.
+        folders.setdefault(run, _folder(out / "runs", row.name, config.seed, run))
+        trial = Trial(folders[run], data, carried(config, workers), asked)
+        entries.append(Entry(row.name, config.seed, trial, updates))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    entries += [_borrowed(given, out / "runs", data, asked) for given in checkpoints]
+    shown = preset.arch if isinstance(preset, Config) else str(preset)
+    return Plan(name, table, shown, base, data, tuple(entries), out)
+
+
+def _stock(data: str) -> tuple[str, int, int]:
+    """What tells these images from others, how many there are, and readers that they need."""
+    if data.split(":")[0] == "scenes":
+        count, size, seed = parse_scenes(data)
+        return f"scenes:{count}:{size}:{seed}", count, 0
+    images = open_images(data)
+    return images.fingerprint, len(images), default_workers(images)
+
+
+def _folder(runs: Path, row: str, seed: int, key: str) -> Path:
+    """Where a run is, under whatever name another table gave it, or where it will be."""
+    known = sorted(path for path in runs.glob(f"*-{seed}-{key}") if path.is_dir())
+    return known[0] if known else runs / f"{row}-{seed}-{key}"
+
+
+def _borrowed(given: str, runs: Path, data: str, asked: tuple[Question, ...]) -> Entry:
+    """The encoder of ``NAME=FILE``, to be asked the same."""
+    name, _, file = given.partition("=")
+    if not name or not file or not Path(file).exists():
+        raise UserError(f"--checkpoint {given}: expected NAME=FILE, with a file that exists")
+    state = Path(file).stat()
+    key = f"{Path(file).resolve()} {state.st_size} {state.st_mtime_ns}"
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", name)
+    folder = runs / f"checkpoint-{slug}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    return Entry(name, NO_SEED, Trial(folder, data, None, asked, file), 0)
+
+
+def outcome(entry: Entry, problem: str) -> Outcome:
+    """What is known of a run once it has ended."""
+    trial = entry.trial
+    metrics = list(read_jsonl(trial.path / "metrics.jsonl"))
+    last = metrics[-1] if metrics else {}
+    batch = trial.config.optim.batch_size if trial.config else 1
+    return Outcome(
+        row=entry.row,
+        seed=entry.seed,
+        run=trial.path.name,
+        answers=trial.answers() or [],
+        problem=problem,
+        verdict=diagnose(metrics).verdict if metrics else "-",
+        norms=(last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
+        updates=last.get("step", 0),
+        seconds=training_seconds(metrics, batch),
+    )
+
+
+# ------------------------------------------------------------------------------ before the start
+
+
+def describe(planned: Plan, jobs: int | None = None) -> str:
+    """What `ablate` would do, and about how long it would take."""
+    trials = planned.trials.values()
+    known = [entry for entry in trials if entry.trial.answers() is not None]
+    left = sum(entry.updates - updates_of(entry.trial.path) for entry in trials)
+    side = len(places(planned.base, jobs))
+    lines = [f"{planned.name}: {planned.table.about}", f"preset {planned.preset}, {planned.data}"]
+    lines += [
+        f"  {e}: {e.updates:,} updates in {e.trial.path.name}"
+        if e.trial.config
+        else f"  {e}: {e.trial.encoder}"
+        for e in planned.entries
+    ]
+    lines += [
+        f"{len(trials)} runs, {len(known)} of them done, {left:,} updates left, {side} at a time"
+    ]
+    if rate := _measured_rate(planned):
+        seconds = left / rate / min(side, max(1, len(trials) - len(known)))
+        lines.append(f"about {duration(seconds)}, by the runs in {planned.out}")
+    elif cost := re.search(r"Cost: (.*?)\.\s", (PRESETS.get(planned.preset) or str).__doc__ or ""):
+        lines.append(f"one run of {planned.preset} takes {cost[1]}, on the data it was made for")
+    return "\n".join(lines)
+
+
+def _measured_rate(planned: Plan) -> float:
+    """Updates per second of the runs that are there; 0 if there is none."""
+    rates = []
+    for entry in planned.trials.values():
+        found = outcome(entry, "")
+        rates += [found.updates / found.seconds] if found.seconds else []
+    return sorted(rates)[len(rates) // 2] if rates else 0.0

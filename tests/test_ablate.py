@@ -1,0 +1,476 @@
+"""Ablations: every row is what its name says and runs; nothing is lost, and nothing done twice."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stopmim import ablate
+from stopmim.ablations import TABLES, find, listing, printed
+from stopmim.cli import main
+from stopmim.config import Config, to_yaml
+from stopmim.errors import UserError
+from stopmim.evals.seeds import over_seeds, paired, t_quantile
+from stopmim.jobs import places, updates_of
+from stopmim.plan import configure
+from stopmim.report import ablation
+from stopmim.trial import Question, Trial, identity, perform, questions
+from tiny import tiny
+
+# One row for everything that a row can change; `slow` has all of them.
+MECHANISMS = {
+    "positions": ["sine-cosine", "learned", "StoP"],
+    "covariance": ["fixed-0.25"],
+    "tokens": ["both"],
+    "tie": ["untied"],
+    "lowres": ["max"],
+    "penalty": ["l1-1e-05"],
+    "conditioned": ["conditioned"],
+    "jitter": ["jitter-1"],
+    "mae": ["share-0.5", "ramp"],
+    "masks": ["released"],
+    "augmentation": ["released"],
+    "lr": ["StoP-x2"],
+}
+
+
+def small(**changes: Any) -> Config:
+    """Two updates on an 8x8 grid."""
+    return tiny(**{"image_size": 32, "optim": {"epochs": 1}} | changes)
+
+
+def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
+    asked = {} if name == "tracking" else {"evals": ["scenes:24:32:3"], "few": "2"}
+    given: dict[str, Any] = {"data": "scenes:16:32", "preset": small(), "out": out}
+    return ablate.plan(name, **given | asked | options)
+
+
+def quick(planned: ablate.Plan) -> ablate.Plan:
+    """`planned` with one question that is answered at once, instead of its own."""
+    request = {"train": "scenes:24:32:3", "test": "scenes:24:32:4", "label": ["count"]}
+    asked = (Question(("knn",), request),)
+    entries = [replace(e, trial=replace(e.trial, questions=asked)) for e in planned.entries]
+    return replace(planned, entries=tuple(entries))
+
+
+def carried_out(planned: ablate.Plan) -> list[ablate.Outcome]:
+    """Every run, in this process."""
+    for entry in planned.trials.values():
+        perform(entry.trial)
+    return [ablate.outcome(entry, "") for entry in planned.entries]
+
+
+# ------------------------------------------------------------------------------ the tables
+
+
+@pytest.mark.parametrize("preset", ["tiny_cpu", "ablation_b16_stop", "ablation_b16_ijepa"])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_every_table_is_a_valid_run_of_its_own(name: str, preset: str) -> None:
+    base = configure(preset)
+    configs = [configure(base, row.of(base)) for row in TABLES[name].rows]
+    assert len({identity(config, "data") for config in configs}) == len(configs)
+    assert TABLES[name].baseline in {row.name for row in TABLES[name].rows}
+
+
+def test_a_row_is_the_same_whatever_the_preset_has_for_positions() -> None:
+    """Also if the preset is the I-JEPA twin, or has another covariance."""
+    for name in ("positions", "tie", "covariance", "tokens", "jitter"):
+        rows = TABLES[name].rows
+        first, *others = (
+            [configure(preset, row.of(preset)).positions.kind for row in rows]
+            for preset in (
+                configure("ablation_b16_stop"),
+                configure("ablation_b16_ijepa"),
+                configure("ablation_b16_stop", {"positions.covariance": "fixed"}),
+            )
+        )
+        assert all(other == first for other in others), name
+    fixed = configure("ablation_b16_stop", {"positions.covariance": "fixed"})
+    tied, untied = (configure(fixed, row.of(fixed)) for row in TABLES["tie"].rows)
+    assert (tied.positions.covariance, untied.positions.covariance) == ("tied", "untied")
+
+
+def test_rates_and_ramps_are_relative_to_the_preset() -> None:
+    base = configure("tiny_cpu", {"optim.lr": 3e-4, "optim.epochs": 8})
+    rates = {row.name: configure(base, row.of(base)).optim for row in TABLES["lr"].rows}
+    assert rates["StoP-x8"].lr == pytest.approx(24e-4)
+    assert rates["StoP-x1"] == rates["sine-cosine-x1"] == base.optim
+    ramp = next(row for row in TABLES["mae"].rows if row.name == "ramp")
+    assert configure(base, ramp.of(base)).positions.ramp == 4
+
+
+def test_numbers_are_those_printed_in_the_paper() -> None:
+    """Copied by hand from its tables, a few of each."""
+    one = "IN-1k, 1 %"
+    for table, row, value in (
+        ("positions", "sine-cosine", 54.3),
+        ("positions", "learned", 54.4),
+        ("positions", "StoP", 57.8),
+        ("tokens", "context", 55.1),
+        ("tokens", "both", 56.8),
+        ("lowres", "bilinear", 52.1),
+        ("lowres", "max", 54.1),
+    ):
+        assert find(table).quoted(row) == {one: value}
+    downstream = find("downstream")
+    assert list(downstream.quoted("StoP", "ViT-H/14").values()) == [65.4, 79.0, 79.6, 79.6]
+    assert list(downstream.quoted("I-JEPA ViT-L/16").values()) == [64.2, 76.1, 77.5, 77.5]
+    assert downstream.quoted("MAE ViT-H/14") == {"100 %, last layer": 76.6, "100 %, best": 77.2}
+    assert downstream.quoted("MSN ViT-L/7") == {"100 %, best": 80.7}
+    transfer = find("transfer")
+    assert list(transfer.quoted("StoP", "ViT-B/16").values()) == [81.2, 54.3, 44.7, 83.7, 71.3]
+    assert list(transfer.quoted("iBOT ViT-L/16").values()) == [88.3, 60.4, 57.3, 85.7, 62.8]
+    assert transfer.quoted("MAE ViT-L/16")["CLEVR/Count"] == 92.1
+    tracking = find("tracking")
+    assert list(tracking.quoted("I-JEPA", "ViT-L/16").values()) == [56.1, 55.7, 55.9]
+    assert list(tracking.quoted("DINO ViT-B/16").values()) == [60.7, 63.9, 62.3]
+    assert [p.numbers["IN-1k, 1 %, fine-tuned"] for p in find("finetune").published] == [
+        *(69.4, 71.7, 70.0, 69.7, 67.0),
+    ]
+
+
+def test_the_numbers_beside_a_row_are_of_its_architecture_if_the_paper_has_it() -> None:
+    assert printed("vit_h14") == "ViT-H/14"
+    table = find("downstream")
+    assert table.quoted("StoP", printed("vit_l16")) != table.quoted("StoP", printed("vit_b16"))
+    assert table.quoted("StoP", printed("vit_micro6")) == table.quoted("StoP ViT-B/16")
+
+
+def test_a_list_shows_rows_with_the_numbers_of_the_paper(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["ablate", "--list"]) == 0
+    everything = capsys.readouterr().out
+    assert all(f"\n{name}: " in f"\n{everything}" for name in TABLES)
+    assert main(["ablate", "transfer", "--list"]) == 0
+    assert "DINO ViT-B/16  84.8 (CIFAR100)" in " ".join(capsys.readouterr().out.split(" ")).replace(
+        "DINO ViT-B/16      ", "DINO ViT-B/16  "
+    )
+    assert "0.25" in listing("covariance")
+
+
+# ------------------------------------------------------------------------------ numbers over seeds
+
+
+def test_the_quantiles_are_students() -> None:
+    known = {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 10: 2.228, 20: 2.086, 60: 2.000}
+    for freedom, value in known.items():
+        assert t_quantile(freedom) == pytest.approx(value, abs=6e-4)
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    # Seeds differ by tens of points, rows by about one: only in pairs can that be seen.
+    baseline = {0: 10.0, 1: 30.0, 2: 50.0}
+    row = {2: 51.0, 0: 11.2, 1: 30.8, 7: 99.0}  # in another order, and with a seed of its own
+    found = paired(row, baseline)
+    assert found is not None
+    assert found.mean == pytest.approx(1.0)
+    assert found.n == 3
+    assert found.half == pytest.approx(4.303 * 0.2 / 3**0.5, rel=1e-3)
+    apart = over_seeds(list(row.values())[:3]).half
+    assert apart is not None
+    assert apart > 40
+    assert paired({5: 1.0}, baseline) is None
+    assert over_seeds([3.0]).half is None
+
+
+# ------------------------------------------------------------------------------ the plan
+
+
+def test_a_run_is_known_by_config_data_and_seed_not_by_its_table(tmp_path: Path) -> None:
+    covariance, norms = (plan(name, tmp_path, seeds=2) for name in ("covariance", "norms"))
+
+    def paths(planned: ablate.Plan) -> set[str]:
+        return {path.name.rsplit("-", 1)[1] for path in planned.trials}
+
+    assert paths(norms) < paths(covariance)
+    assert len(paths(norms)) == 16
+    other_data = plan("norms", tmp_path, seeds=2, data="scenes:16:32:5")
+    assert not paths(other_data) & paths(norms)
+    slower = plan("norms", tmp_path, seeds=2, preset=small(runtime={"log_every": 2}))
+    assert paths(slower) == paths(norms)  # how it is carried out does not matter
+    # A run that is there under the name of another table is that run.
+    (path,) = (p for p in covariance.trials if p.name.startswith("learned-0.5-0-"))
+    path.with_name(path.name.replace("learned-0.5", "other")).mkdir(parents=True)
+    again = {e.row: e.trial.path.name for e in plan("norms", tmp_path).entries}
+    assert again["learned-0.5"].startswith("other-0-")
+
+
+def test_rows_that_are_the_same_are_one_run(tmp_path: Path) -> None:
+    planned = plan("positions", tmp_path, rows=["StoP"])
+    (entry,) = planned.entries
+    twice = replace(planned, entries=(entry, replace(entry, row="again")))
+    assert len(twice.trials) == 1
+    assert [o.row for o in carried_out(quick(twice))] == ["StoP", "again"]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": ["stop"]}, "--rows stop: no such row; there are sine-cosine"),
+        ({"seeds": 0}, "--seeds 0: at least one"),
+        ({"data": "scenes:4:32"}, "sine-cosine: 4 images do not fill one batch"),
+        ({"few": "many"}, "--few many: neither"),
+        ({"checkpoints": ["MAE"]}, "--checkpoint MAE: expected NAME=FILE"),
+        ({"evals": [], "data": "nowhere"}, "nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_trains(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        plan("positions", tmp_path, **options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_problem_of_every_row_is_said_at_once(tmp_path: Path) -> None:
+    """The released code has no tokens but masked ones, and these images fill no batch."""
+    with pytest.raises(UserError) as caught:
+        plan("tokens", tmp_path, preset="ablation_b16_stop_released", seeds=3)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["none", "context", "both", "masked"]
+    assert "tokens has no effect with compat: released" in lines[1]
+
+
+def test_every_kind_of_table_asks_by_its_own_protocol(tmp_path: Path) -> None:
+    def asked(asks: Any, *evals: str, data: str = "scenes") -> list[tuple[Any, ...]]:
+        found = questions(asks, data, 48, evals, "25")
+        return [(q.protocols, q.request.get("recipe"), q.request.get("label")) for q in found]
+
+    both = ["count", "distance"]
+    assert asked("few labels") == [(("lowshot", "linear"), "auto", both)]
+    assert asked("tracking") == [(("tracking",), None, None)]
+    assert asked("finetune") == [(("finetune",), "auto", both)]
+    assert asked("transfer", "clevr_count=scenes:8", "cifar100=scenes:9") == [
+        (("linear",), "clevr_count", both),
+        (("linear",), "cifar100", both),
+    ]
+    with pytest.raises(UserError, match="ablate tracking: name a folder of DAVIS"):
+        asked("tracking", data=str(tmp_path))
+
+
+def test_a_dry_run_trains_nothing_and_says_what_it_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ablate", "tie", "--seeds", "3", "--out", str(tmp_path / "o"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "6 runs, 0 of them done, 3,072 updates left" in said
+    assert "one run of tiny_cpu takes about four minutes" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_every_gpu_or_core_gets_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small()
+    assert places(config, 3) == [{"OMP_NUM_THREADS": "1"}] * 3
+    with pytest.raises(UserError, match="--jobs 0"):
+        places(config, 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    gpu = configure(config, {"runtime.device": "auto"})
+    assert places(gpu, None) == [{"CUDA_VISIBLE_DEVICES": n} for n in ("2", "5")]
+    assert places(gpu, 3)[2] == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert "OMP_NUM_THREADS" in places(config, 1)[0]  # a config that says cpu stays there
+
+
+# ------------------------------------------------------------------------------ carried out
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_row_runs_from_its_config_to_its_answers(name: str, tmp_path: Path) -> None:
+    found = carried_out(quick(plan(name, tmp_path, rows=MECHANISMS[name])))
+    assert [run.row for run in found] == MECHANISMS[name]
+    for run in found:
+        assert run.updates == 2
+        assert run.norms
+        (only,) = run.answers
+        assert ablation.metric(only) == "knn count"
+        assert 0 <= only["value"] <= 1
+        assert "random_init" in only
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_every_table_runs(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"evals": ["scenes:1:32"]} if name == "tracking" else {}
+    planned = plan(name, tmp_path, **options)
+    found = carried_out(planned)
+    page = ablation.write(planned, found)
+    assert len(found) == len(TABLES[name].rows)
+    assert all(run.answers for run in found)
+    assert (page.parent / "accuracy.png").exists() == bool(planned.table.axis)
+
+
+def answer(value: float, protocol: str = "lowshot", **more: Any) -> dict[str, Any]:
+    fields = {"name": "accuracy", "protocol": protocol, "label": "class", "value": value}
+    return fields | {"random_init": 0.1, "on": ""} | more
+
+
+def made_up(row: str, seed: int, *values: float, problem: str = "") -> ablate.Outcome:
+    answers = [answer(v) for v in values]
+    return ablate.Outcome(
+        row, seed, f"{row}-{seed}", answers, problem, "healthy", (2.0, 0.5), 100, 50.0
+    )
+
+
+def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
+    tmp_path: Path,
+) -> None:
+    planned = plan("positions", tmp_path, seeds=2)
+    values = {"sine-cosine": (0.30, 0.50), "learned": (0.31, 0.51), "StoP": (0.34, 0.52)}
+    found = [made_up(row, i, v) for row, pair in values.items() for i, v in enumerate(pair)]
+    page = ablation.write(planned, found)
+    with (page.parent / "table.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert float(rows["StoP"]["mean"]) == pytest.approx(43.0)
+    assert float(rows["StoP"]["half"]) == pytest.approx(12.706 * 9, rel=1e-3)
+    assert float(rows["StoP"]["difference_mean"]) == pytest.approx(3.0)
+    assert float(rows["StoP"]["difference_half"]) == pytest.approx(12.706 * 1, rel=1e-3)
+    assert float(rows["learned"]["difference_half"]) == pytest.approx(0.0, abs=1e-9)
+    assert rows["sine-cosine"]["difference_mean"] == ""
+    assert json.loads(rows["StoP"]["paper"]) == {"IN-1k, 1 %": 57.8}
+    text = (page.parent / "table.md").read_text()
+    assert "| StoP | 57.8 | 43.0 \u00b1 114.4 |" in text
+    assert "| StoP | +3.5 | +3.0 \u00b1 12.7 |" in text
+    assert "| random init |  | 10.0 |" in text
+    assert "| StoP | 2 | healthy | 2.000" in text
+    assert "| StoP | 100 | 0:50 | 2.00 |" in text
+    assert "2.00" not in (page.parent / "table.csv").read_text()  # no time in it
+    assert "models of other size" in text
+
+
+def test_a_page_escapes_what_others_wrote_and_needs_nothing(tmp_path: Path) -> None:
+    planned = plan("lr", tmp_path, rows=["StoP-x1", "StoP-x2"])
+    evil = "<script>alert(1)</script>|"
+    found = [made_up("StoP-x1", 0, 0.5), made_up("StoP-x2", 0, problem=evil)]
+    page = ablation.write(replace(planned, preset=evil), found)
+    html = page.read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+    assert "prefers-color-scheme: dark" in html
+    assert html.count("<svg") == 2  # accuracy and norms over the rate
+    assert all((page.parent / f"accuracy.{end}").stat().st_size for end in ("png", "svg"))
+    assert "alert(1)</script>\\|" in (page.parent / "table.md").read_text()
+
+
+def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Through processes: one fails, one trains, one is done already."""
+    planned = quick(plan("positions", tmp_path))
+    bad, known, new = (entry.trial.path for entry in planned.entries)
+    perform(planned.entries[1].trial)
+    before = (known / "results.jsonl").stat().st_mtime_ns
+    bad.mkdir(parents=True)
+    (bad / "run.json").write_text("not a run")
+    found = ablate.ablate(planned, jobs=2)
+    (failed,) = found.failed
+    assert failed.startswith(f"{bad.name}: ")
+    assert "not a run directory" in failed
+    text = (tmp_path / "positions" / "table.md").read_text()
+    assert "(exit code 4)" in text
+    assert "| sine-cosine | 54.3 | - |" in text
+    assert [bool(run.answers) for run in found.outcomes] == [False, True, True]
+    assert updates_of(new) == updates_of(known) == 2
+    assert (known / "results.jsonl").stat().st_mtime_ns == before  # neither trained nor asked again
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_its_own_code_if_a_row_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = tmp_path / "small.yaml"
+    preset.write_text(to_yaml(small()))
+    words = ["ablate", "lr", "--preset", str(preset), "--out", str(tmp_path / "o")]
+    words += ["--data", "scenes:16:32", "--eval", "scenes:24:32:3", "--few", "2"]
+    words += ["--rows", "StoP-x1", "StoP-x8", "--optim.lr", "1e18", "--optim.start_lr", "1e18"]
+    assert main(words) == 9  # not finite
+    assert "2 runs failed, as StoP-x1-0-" in capsys.readouterr().err
+    assert "not finite at step" in (tmp_path / "o" / "lr" / "table.md").read_text()
+    assert main([*words[:-4], "--rows", "StoP-x1"]) == 0
+
+
+# ------------------------------------------------------------------------------ killed
+
+
+def killed_at(fault: str, work: Callable[[], object]) -> int:
+    """The signal that ended `work` in a child process."""
+    child = os.fork()
+    if child == 0:
+        os.environ["STOPMIM_FAULT"] = f"{fault}:kill"
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends in a moment
+        work()
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+def test_a_trial_killed_anywhere_gives_the_same_answers(tmp_path: Path) -> None:
+    def trial(out: str) -> Trial:
+        (entry,) = quick(plan("positions", tmp_path / out, rows=["StoP"])).entries
+        return entry.trial
+
+    def values(found: list[dict[str, Any]]) -> list[Any]:
+        return [(a["protocol"], a["label"], a["value"], a["random_init"]) for a in found]
+
+    whole = values(perform(trial("whole")))
+    cut = trial("cut")
+    for fault in ("step.end@1", "save.model@1", "trial.asked"):
+        assert killed_at(fault, lambda: perform(cut)) == signal.SIGKILL
+        assert cut.answers() is None
+    assert values(perform(cut)) == whole
+
+
+def processes(mark: str) -> list[int]:
+    """Those whose command line has `mark` in it, this one aside."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if mark in words and int(path.parent.name) != os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_ablation_killed_at_random_moments_ends_with_the_same_table(tmp_path: Path) -> None:
+    preset = tmp_path / "small.yaml"
+    preset.write_text(to_yaml(small(optim={"epochs": 12}, runtime={"save_every": 3})))
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "stopmim", "ablate", "positions", "--preset", str(preset)]
+        words += ["--data", "scenes:16:32", "--eval", "scenes:24:32:3", "--few", "2"]
+        words += ["--seeds", "2", "--jobs", "2", "--out", str(out)]
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    assert start(tmp_path / "whole").wait() == 0
+    rng, kills = random.Random(3), 0
+    while True:
+        process = start(tmp_path / "cut")
+        how = rng.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+        try:
+            process.wait(4 + 8 * rng.random())
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(how)
+            process.wait()
+            kills += 1
+        deadline = time.monotonic() + 30
+        while processes(str(tmp_path / "cut" / "runs")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not processes(str(tmp_path / "cut" / "runs"))  # nobody trains on
+    assert kills
+    assert process.returncode == 0
+    same = [tmp_path / one / "positions" / "table.csv" for one in ("whole", "cut")]
+    assert same[0].read_bytes() == same[1].read_bytes()
