@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from helpers import seeded
 from stopmim import load_model, masking, pretrain
+from stopmim.analysis.similarity import of_model, seen
+from stopmim.analysis.subject import load
 from stopmim.data import shares
 from stopmim.data.scenes import Scenes
 from stopmim.errors import UserError
@@ -206,6 +208,15 @@ def test_context_tokens_that_are_all_the_same_make_no_noise_and_no_nan(s: Tensor
     found.sum().backward()
     assert project.weight.grad is not None
     assert project.weight.grad.isfinite().all()
+
+
+def test_the_similarity_figure_of_conditioned_noise_is_of_an_image(tmp_path: Path) -> None:
+    images = NoiseImages()
+    run = pretrain(images, tmp_path, tiny(**VARIANTS["conditioned"]), stop_at=1)
+    subject = load(run.path, images, 1)
+    found = [of_model(subject.model, 0, context=k * seen(subject)) for k in (1.0, 0.0)]
+    assert found[0].strength > 0
+    assert found[1].strength == 0  # an image whose tokens are all the same
 
 
 def test_conditioned_noise_without_a_context_is_refused() -> None:
