@@ -264,7 +264,7 @@ def low_batch(side: int = 4) -> Batch:
 def test_low_resolution_targets_are_the_resized_map_at_the_cells(side: int) -> None:
     batch = low_batch(side)
     for kind in ("bilinear", "max"):
-        model = low_model(kind, side)  # type: ignore[arg-type]
+        model = low_model(kind, side)
         _, target, predicted, low = model(batch)
         assert predicted.shape == low.shape == (1, 2, 2, 24)
         every = torch.arange(side**2).expand(1, 2, -1)
