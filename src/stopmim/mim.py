@@ -41,6 +41,7 @@ class MaskedImageModel(nn.Module):
         self,
         encoder: VisionTransformer,
         predictor: Predictor,
+        *,
         lowres: Literal["bilinear", "max"] | None = None,
     ) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ def build(config: Config) -> MaskedImageModel:
             tied=config.positions.covariance != "untied",
         )
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
-    return MaskedImageModel(encoder, predictor, config.lowres)
+    return MaskedImageModel(encoder, predictor, lowres=config.lowres)
 
 
 def build_positions(config: Config) -> Positions:
