@@ -41,7 +41,6 @@ class MaskedImageModel(nn.Module):
         self,
         encoder: VisionTransformer,
         predictor: Predictor,
-        *,
         lowres: Literal["bilinear", "max"] | None = None,
     ) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ def build(config: Config) -> MaskedImageModel:
             tied=config.positions.covariance != "untied",
         )
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
-    return MaskedImageModel(encoder, predictor, lowres=config.lowres)
+    return MaskedImageModel(encoder, predictor, config.lowres)
 
 
 def build_positions(config: Config) -> Positions:
