@@ -30,7 +30,7 @@ ALLOWED = {
     "checkpoint": {"_version", "config", "console", "distributed", "errors", "faults"},
     "distributed": {"console", "errors", "mim"},
     "health": {"config", "data", "keys", "masking", "mim", "plan", "positions", "predictor"},
-    "mirror": {"errors"},
+    "mirror": {"errors", "run"},
     "console": set[str](),
     "data": {"config", "data", "errors", "keys"},
 }

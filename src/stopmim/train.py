@@ -48,7 +48,7 @@ from stopmim.health import Health, due_every, probe
 from stopmim.interop import start
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
-from stopmim.mirror import Mirror
+from stopmim.mirror import mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.predictor import Noise, Predictor
@@ -276,7 +276,7 @@ def _train(
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)
     if world.first:
-        metrics, mirror = Metrics(path, step), Mirror(runtime.mirror, path, step)
+        metrics = Metrics(path, step)
     bad_files = BadFiles(path, len(images), config.data.max_bad)
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
@@ -306,7 +306,11 @@ def _train(
         return Batch(normalise(pixels), *masks), noise
 
     ### The loop
-    with signals() as received, Ticker("pretrain", total, step) as ticker:
+    with (
+        mirror(runtime.mirror if world.first else "none", path, step) as show,
+        signals() as received,
+        Ticker("pretrain", total, step) as ticker,
+    ):
         clock = _Clock(step)
         while step < total:
             now = rates(optim, step, per_epoch)
@@ -354,7 +358,7 @@ def _train(
                 line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
                     metrics.write(line)
-                    mirror.write(line)
+                    show(line)
                 if news := watch.see(line):
                     say(news)
                 ticker.update(
