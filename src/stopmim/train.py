@@ -268,6 +268,11 @@ def _train(
         begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
+    health_every = due_every(config)
+    health = Health(probe(images, config), device, amp) if health_every else None
+    # While the model is in one piece: the first who calls a sharded one has to call all of it.
+    begins = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
+    untrained = health.measure(model) if health and begins else None
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
@@ -287,11 +292,6 @@ def _train(
     save_every = runtime.save_every or per_epoch
     bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
     model.train()
-    # Not of a sharded model: FSDP lets nobody in but through its own forward.
-    sharded = world.size > 1 and runtime.parallel == "fsdp"
-    health_every = 0 if sharded else due_every(config)
-    health = Health(probe(images, config), device, amp) if health_every else None
-    untrained = health.measure(model) if health and not step else None
     watch = Watch(Run(path).metrics)
 
     def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
