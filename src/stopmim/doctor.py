@@ -22,6 +22,7 @@ from stopmim.errors import UserError
 from stopmim.health import Health, probe
 from stopmim.interop import load_model
 from stopmim.mim import MaskedImageModel
+from stopmim.reference import reference, share
 from stopmim.run import Run
 from stopmim.vit import initialise
 
@@ -45,6 +46,7 @@ class Evidence(NamedTuple):
     value: float
     start: float | None  # of the untrained network
     bar: str  # what a healthy run has
+    reference: float | None = None  # what one of ours had at the same share of its training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Diagnosis:
     advice: tuple[str, ...]
     step: int | None  # the verdict is about the run up to this step
     keep: int | None  # the step whose weights are the best known; None: none of them
+    reference: str | None = None  # what was trained on what, if there is a run to compare with
 
     @property
     def exit_code(self) -> int:
@@ -65,12 +68,15 @@ class Diagnosis:
         lines = [f"{self.verdict}{at}: {self.because}"]
         if self.evidence:
             width = max(len(e.name) for e in self.evidence)
-            lines += [f"  {'':{width}}  {'now':>8}  {'untrained':>9}  healthy"]
+            other = " reference " if self.reference else ""
+            lines += [f"  {'':{width}}  {'now':>8}  {'untrained':>9} {other} healthy"]
             lines += [
-                f"  {e.name:{width}}  {e.value:8.3g}  "
-                f"{'-' if e.start is None else format(e.start, '.3g'):>9}  {e.bar}"
+                f"  {e.name:{width}}  {e.value:8.3g}  {_text(e.start):>9} "
+                f"{_text(e.reference):>{len(other)}} {e.bar}"
                 for e in self.evidence
             ]
+        if self.reference:
+            lines.append(f"  reference: {self.reference}, at the same share of its training")
         lines += [f"- {line}" for line in self.advice]
         if self.keep is not None:
             lines.append(f"keep the checkpoint of step {self.keep}, or the nearest to it")
@@ -79,6 +85,10 @@ class Diagnosis:
     def as_json(self) -> str:
         fields = dataclasses.asdict(self) | {"exit_code": self.exit_code}
         return json.dumps(fields | {"evidence": [e._asdict() for e in self.evidence]})
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 # ------------------------------------------------------------------------------ the rules
@@ -212,22 +222,26 @@ RULES = (
 TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
 
 
-def diagnose(metrics: Sequence[Row]) -> Diagnosis:
-    """The verdict on a run from the lines of its metrics.jsonl."""
+def diagnose(metrics: Sequence[Row], config: Config | None = None) -> Diagnosis:
+    """The verdict on a run from the lines of its metrics.jsonl.
+
+    With its `config`, what a run of ours of the same kind measured is set beside the evidence.
+    """
     start, rows = measurements(metrics)
     if not rows:
         return Diagnosis("too early to say", "nothing has been measured yet", (), (), None, None)
     now = rows[-1]
     half = min(rows, key=lambda row: abs(row["step"] - now["step"] / 2))
     signs = Signs(now, half, start or rows[0], rows)
-    evidence = tuple(_evidence(now, start))
+    ours = None if config is None else reference(config)
+    there = ours.at(share(config, now)) if config and ours else {}
+    evidence, name = tuple(_evidence(now, start, there)), ours.name if ours else None
+    at = int(now["step"])
     for rule in RULES:
         if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
             keep = _best(rule.verdict, rows)
-            return Diagnosis(
-                rule.verdict, rule.because, evidence, rule.advice, int(now["step"]), keep
-            )
-    return Diagnosis("too early to say", TOO_EARLY, evidence, (), int(now["step"]), None)
+            return Diagnosis(rule.verdict, rule.because, evidence, rule.advice, at, keep, name)
+    return Diagnosis("too early to say", TOO_EARLY, evidence, (), at, None, name)
 
 
 def measurements(metrics: Sequence[Row]) -> tuple[Row | None, list[Row]]:
@@ -255,10 +269,12 @@ SHOWN = (
 )
 
 
-def _evidence(now: Row, start: Row | None) -> list[Evidence]:
+def _evidence(now: Row, start: Row | None, there: Row) -> list[Evidence]:
     knn = [(key, f"neighbours agree on {key[4:]}", "rises") for key in now if key[:4] == "knn_"]
     return [
-        Evidence(name, float(now[key]), None if start is None else start.get(key), bar)
+        Evidence(
+            name, float(now[key]), None if start is None else start.get(key), bar, there.get(key)
+        )
         for key, name, bar in (*SHOWN, *knn)
         if key in now
     ]
@@ -299,12 +315,13 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
         return _examine_weights(path, data)
     if not (path / "run.json").exists():
         raise UserError(f"{path}: not a run directory; a checkpoint is measured on --data IMAGES")
-    metrics = Run(path).metrics
+    run = Run(path)
+    metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):
         raise UserError(
             f"{path}: this run has measured nothing (runtime.health_every); give --data IMAGES"
         )
-    return diagnose(metrics)
+    return diagnose(metrics, run.config if "config" in run.about else None)
 
 
 def _examine_weights(path: Path, data: str) -> Diagnosis:
