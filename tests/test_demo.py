@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stopmim import Run, demo, masking
+from stopmim import Run, demo, masking, report
 from stopmim.bench import likeliest_step
 from stopmim.cli import main
 from stopmim.keys import torch_generator
@@ -17,6 +17,8 @@ def test_the_demo_pretrains_evaluates_and_reports(
 ) -> None:
     for name, count in (("TRAIN", 64), ("PROBE", 160), ("TEST", 128)):
         monkeypatch.setattr(demo, name, count)
+    monkeypatch.setattr(demo, "QUESTIONS", ("distance",))
+    monkeypatch.setattr(report, "PREVIEWS", 2)
     out = tmp_path / "demo"
     command = ["demo", "--out", str(out), "--optim.epochs", "1", "--optim.batch_size", "32"]
     assert main(command) == 0

@@ -75,10 +75,15 @@ def test_two_ranks_with_four_parts_make_the_updates_of_one(whole: Run, tmp_path:
 
 def test_shards_of_the_model_make_the_same_updates(tmp_path: Path) -> None:
     """FSDP2 with two parts per rank, clipped gradients: then its checkpoint goes on in one."""
-    config = tiny(optim={"clip_grad": 0.05}, runtime={"parallel": "fsdp", "accumulate": 4})
-    alone = train_on(1, tmp_path / "alone", tiny(optim={"clip_grad": 0.05}))
+    config = tiny(optim={"clip_grad": 0.05}, runtime={"health_every": 3})
+    alone = train_on(1, tmp_path / "alone", config)
+    config = override(config, {"runtime": {"parallel": "fsdp", "accumulate": 4}})
     train_on(2, tmp_path / "run", config, stop_at=4)
-    assert_close(train_on(1, tmp_path / "run", config), alone)
+    run = train_on(1, tmp_path / "run", config)
+    assert_close(run, alone)
+    assert run.metrics[0]["random_init"] == alone.metrics[0]["random_init"]
+    for key in ("target_rank", "skill", "noise_to_signal", "neighbours"):  # step 3: in shards
+        assert run.metrics[2][key] == pytest.approx(alone.metrics[2][key], rel=1e-3)
 
 
 @pytest.mark.slow

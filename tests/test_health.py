@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers import seeded
 from plant import FOLDER, PLANTS
@@ -235,17 +234,3 @@ def test_measurements_are_rarer_for_smaller_batches_and_never_too_often() -> Non
     assert health.due_every(override(config, {"optim.batch_size": 2048})) == health.FEWEST
     assert health.due_every(override(config, {"optim.batch_size": 8})) > health.due_every(config)
     assert health.due_every(override(config, {"runtime.health_every": 7})) == 7
-
-
-def test_tensorboard_shows_what_metrics_has(tmp_path: Path) -> None:
-    config = tiny(runtime={"health_every": 4, "mirror": "tensorboard"})
-    pretrain(NoiseImages(), tmp_path / "run", config, stop_at=6)
-    run = pretrain(NoiseImages(), tmp_path / "run", config)
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    for key in ("loss", "norm_A", "skill"):
-        rows = [(row["step"], row[key]) for row in run.metrics if key in row]
-        if key in run.metrics[0]["random_init"]:
-            rows.insert(0, (0, run.metrics[0]["random_init"][key]))
-        shown = [(event.step, event.value) for event in events.Scalars(key)]
-        assert shown == [(step, pytest.approx(value, rel=1e-5)) for step, value in rows]

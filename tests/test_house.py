@@ -29,8 +29,9 @@ ALLOWED = {
     "optim": {"config", "mim", "schedules"},
     "checkpoint": {"_version", "config", "console", "distributed", "errors", "faults"},
     "distributed": {"console", "errors", "mim"},
-    "health": {"config", "data", "keys", "masking", "mim", "plan", "positions", "predictor"},
-    "mirror": {"errors"},
+    "health": {"config", "data", "distributed", "keys", "masking", "mim", "plan", "positions"}
+    | {"predictor"},
+    "mirror": {"errors", "run"},
     "console": set[str](),
     "data": {"config", "data", "errors", "keys"},
 }

@@ -145,9 +145,9 @@ def test_before_a_it_has_the_variance_of_stop_so_that_sigma_means_the_same() -> 
     whole = nn.Linear(ENCODER, ENCODER).requires_grad_(False)
     whole.weight.copy_(torch.eye(ENCODER))
     for s in (context(), 100 * context(), 0.01 * context()):
-        assert float(conditioned().power(whole, s)) == pytest.approx(0.25 * ENCODER, rel=1e-4)
+        assert float(conditioned().power(whole.weight, s)) == pytest.approx(0.25 * ENCODER, rel=1e-4)
     tied = StochasticPositions(SIDE, WIDTH, 0.25)
-    assert float(tied.power(whole)) == pytest.approx(0.25 * ENCODER)
+    assert float(tied.power(whole.weight)) == pytest.approx(0.25 * ENCODER)
 
 
 def test_no_matrix_lowers_conditioned_noise_more_than_what_is_seen_of_the_context() -> None:
@@ -162,7 +162,7 @@ def test_no_matrix_lowers_conditioned_noise_more_than_what_is_seen_of_the_contex
         seen = F.linear(s, project.weight)[0].var(dim=0, correction=0).sum()
         for name, found in ratios.items():
             positions = StochasticPositions(SIDE, 4, 0.25, covariance=name)  # type: ignore[arg-type]
-            found.append(float(positions.power(project, s) / seen))
+            found.append(float(positions.power(project.weight, s) / seen))
     constant = 0.25 * ENCODER / float(spread_of(s[0]).trace())
     assert ratios["conditioned"] == pytest.approx([constant] * len(matrices), rel=1e-3)
     assert max(ratios["projected"]) > 10 * min(ratios["projected"])

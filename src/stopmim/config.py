@@ -182,9 +182,9 @@ class RuntimeConfig(Section):
     log_every: int = Field(default=10, ge=1)
     """updates between two lines of metrics.jsonl"""
     health_every: int | None = Field(default=None, ge=0)
-    """updates between two looks at its health (none with fsdp); null: 1.5 % of the time; 0: none"""
-    mirror: Literal["none", "tensorboard"] = "none"
-    """where metrics.jsonl is written a second time; tensorboard: RUN/tensorboard"""
+    """updates between two looks at its health; null: 1.5 % of the time; 0: never"""
+    mirror: Literal["none", "tensorboard", "wandb"] = "none"
+    """where metrics.jsonl is written a second time: RUN/tensorboard, or RUN/wandb (offline)"""
     save_every: int | None = Field(default=None, ge=1)
     """updates between two checkpoints; null: an epoch"""
     keep: int = Field(default=2, ge=2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from stopmim.config import Config
 from stopmim.data import Images, read_crops
 from stopmim.data.transforms import normalise
+from stopmim.distributed import whole
 from stopmim.keys import numpy_generator, torch_generator
 from stopmim.masking import Masks, multiblock, random
 from stopmim.mim import MaskedImageModel
@@ -206,9 +207,9 @@ def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> f
     predictor, positions = model.predictor, model.predictor.positions
     if not predictor.noisy_masked:
         return 0.0
-    bias = positions.mask_token if positions.bias == "mask_token" else 0.0
-    signal = (positions.table + bias).square().sum(-1).mean()
-    return float(positions.power(predictor.noise_layer, context) / signal)
+    bias = whole(positions.mask_token) if positions.bias == "mask_token" else 0.0
+    signal = (whole(positions.table) + bias).square().sum(-1).mean()
+    return float(positions.power(whole(predictor.noise_layer.weight), context) / signal)
 
 
 def neighbour_score(first: Tensor, second: Tensor) -> float:

@@ -125,8 +125,8 @@ class Positions(nn.Module):
         """The noise of every token of `index`, for `forward`; there is none here."""
         return None
 
-    def power(self, project: nn.Linear, context: Tensor | None = None) -> Tensor:
-        """Mean square length of what the noise adds to a position; the arguments of `forward`."""
+    def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
+        """Mean square length of what the noise adds to a position, with A (P, D) as it is now."""
         return self.table.new_zeros(())
 
 
@@ -205,13 +205,13 @@ class StochasticPositions(Positions):
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)
         return noise
 
-    def power(self, project: nn.Linear, context: Tensor | None = None) -> Tensor:
+    def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         if self.covariance == "fixed":
             return torch.tensor(self.share * self.sigma * self.width)
-        directions = project.weight  # E|A n|^2 = sigma |A|^2
+        directions = a  # E|A n|^2 = sigma |A|^2
         if self.conditioned:
             mixture = _mixture(context)  # (B, C, D)
-            directions = F.linear(mixture, project.weight) / math.sqrt(mixture[..., 0].numel())
+            directions = F.linear(mixture, a) / math.sqrt(mixture[..., 0].numel())
         return self.share * self.sigma * directions.square().sum()
 
     def forward(
@@ -305,7 +305,7 @@ class JitteredPositions(Positions):
             math.sqrt(self.sigma)
         )
 
-    def power(self, project: nn.Linear | None = None, context: Tensor | None = None) -> Tensor:
+    def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         # E|exp(i w (x + e)) - exp(i w x)|^2 = 2 - 2 exp(-w^2 sigma / 2), for rows and for columns.
         decay = torch.exp(-_frequencies(self.width).square() * self.sigma / 2)
         return 4 * (1 - decay).sum()

@@ -48,7 +48,7 @@ from stopmim.health import Health, due_every, probe
 from stopmim.interop import start
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
-from stopmim.mirror import Mirror
+from stopmim.mirror import mirror
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.positions import Positions, StochasticPositions
@@ -322,6 +322,11 @@ def _train(
         begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
+    health_every = due_every(config)
+    health = Health(probe(images, config), device, amp) if health_every else None
+    # While the model is in one piece: the first who calls a sharded one has to call all of it.
+    begins = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
+    untrained = health.measure(model) if health and begins else None
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
@@ -330,7 +335,7 @@ def _train(
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)
     if world.first:
-        metrics, mirror = Metrics(path, step), Mirror(runtime.mirror, path, step)
+        metrics = Metrics(path, step)
     bad_files = BadFiles(path, len(images), config.data.max_bad)
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
@@ -341,11 +346,6 @@ def _train(
     save_every = runtime.save_every or per_epoch
     bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
     model.train()
-    # Not of a sharded model: FSDP lets nobody in but through its own forward.
-    sharded = world.size > 1 and runtime.parallel == "fsdp"
-    health_every = 0 if sharded else due_every(config)
-    health = Health(probe(images, config), device, amp) if health_every else None
-    untrained = health.measure(model) if health and not step else None
     watch = Watch(Run(path).metrics)
 
     def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
@@ -361,7 +361,11 @@ def _train(
         return Batch(normalise(pixels), *masks, cells), noise
 
     ### The loop
-    with signals() as received, Ticker("pretrain", total, step) as ticker:
+    with (
+        mirror(runtime.mirror if world.first else "none", path, step) as show,
+        signals() as received,
+        Ticker("pretrain", total, step) as ticker,
+    ):
         clock = _Clock(step)
         while step < total:
             now = rates(optim, step, per_epoch)
@@ -413,7 +417,7 @@ def _train(
                 line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
                     metrics.write(line)
-                    mirror.write(line)
+                    show(line)
                 if news := watch.see(line):
                     say(news)
                 ticker.update(

@@ -29,9 +29,10 @@ def coverage(config: Config, steps: int = 50) -> Coverage:
     counts = np.zeros((2, side * side))
     for step in range(steps):
         (masks,) = draw_masks(config, step, [slice(0, n)], torch.device("cpu"))
-        for i in range(n):
-            counts[0, masks.context[i].numpy()] += 1
-            counts[1, np.unique(masks.targets[:, i].numpy())] += 1
+        for count, index in zip(counts, (masks.context[None], masks.targets), strict=True):
+            # (M, n, K) patches: one that is in several blocks of an image counts once.
+            taken = torch.zeros(n, side * side).scatter_(1, torch.cat([*index[:, :n]], dim=1), 1)
+            count += taken.sum(dim=0).numpy()
     seen, hidden = (counts / (n * steps)).reshape(2, side, side)
     return Coverage(seen, hidden)
 

@@ -35,14 +35,10 @@ def uncertainty(subject: Subject, masks: int = 24, draws: int = 4) -> Uncertaint
         (drawn,) = draw_masks(subject.config, r, [slice(0, n)], torch.device("cpu"))
         context, targets = drawn.context[:n], drawn.targets[:, :n]
         generator = torch_generator("uncertainty", r)
-        many = torch.stack(
-            [
-                model.predict(images, context, targets, noise)
-                for noise in (
-                    model.predictor.draw(context, targets, generator) for _ in range(draws)
-                )
-            ]
-        )  # (S, M, n, K, D)
+        seen = model.encoder(images, context)  # (n, C, D): the noise comes after it
+        noises = [model.predictor.draw(context, targets, generator) for _ in range(draws)]
+        many = torch.stack([model.predictor(seen, context, targets, noise) for noise in noises])
+        # (S, M, n, K, D)
         want = torch.stack([found[torch.arange(n)[:, None], block] for block in targets])
         error = (many - want).square().mean(dim=(0, -1))  # (M, n, K)
         spread = many.var(dim=0).mean(dim=-1)

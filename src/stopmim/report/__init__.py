@@ -23,6 +23,7 @@ from stopmim.data.skip import without_skipped
 from stopmim.doctor import Diagnosis, diagnose
 from stopmim.errors import UserError
 from stopmim.mim import MaskedImageModel
+from stopmim.reference import reference
 from stopmim.report import explorer
 from stopmim.report.results import best, count, said, shown, time
 from stopmim.run import Run, write_whole
@@ -56,8 +57,12 @@ def write(
     views, previews_missing = _attempt(lambda: _views(about, config, images))
     model, model_missing = _attempt(run.model)
     runs = [run, *others]
+    ours = None if config is None else reference(config)
     data = {
-        "charts": explorer.charts([(_name(one), one.metrics) for one in runs]),
+        "charts": explorer.charts(
+            [(_name(one), one.metrics) for one in runs],
+            ours.beside(_updates(config, metrics)) if config and ours else None,
+        ),
         "predictions": explorer.predictions(run, config, views)
         if config is not None and model is not None and views
         else None,
@@ -73,7 +78,8 @@ def write(
         path=run.path.resolve(),
         version=__version__,
         summary=_summary(about, config, metrics),
-        diagnosis=_diagnosis(metrics),
+        diagnosis=_diagnosis(metrics, config),
+        reference=ours.name if ours else None,
         best=best(results),
         results=[shown(line) for i, line in enumerate(results) if line not in results[:i]],
         panels=_panels(metrics),
@@ -194,9 +200,18 @@ def _method(config: Config) -> str:
     return base + _POSITIONS[config.positions.kind]
 
 
-def _diagnosis(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis | None:
+def _updates(config: Config, metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Those of the whole run, as far as its last line tells."""
+    last = metrics[-1] if metrics else {}
+    step, epoch = curves.number(last.get("step")), curves.number(last.get("epoch"))
+    return config.optim.epochs * step / epoch if step and epoch else 1.0
+
+
+def _diagnosis(
+    metrics: Sequence[Mapping[str, Any]], config: Config | None = None
+) -> Diagnosis | None:
     try:
-        return diagnose(metrics)
+        return diagnose(metrics, config)
     except (TypeError, KeyError, ValueError):  # lines that no run of ours wrote
         return None
 

@@ -41,16 +41,23 @@ def as_json(tree: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def charts(runs: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """The curves of several runs, panel by panel; the first run is the subject of the page."""
+def charts(
+    runs: list[tuple[str, list[dict[str, Any]]]], reference: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """The curves of several runs, panel by panel; the first run is the subject of the page.
+
+    Those of the `reference` come last, in the colours of the subject.
+    """
+    drawn = [(number, name, rows) for number, (name, rows) in enumerate(runs)]
+    drawn += [(-1, "reference", reference)] if reference else []
     shown = []
     for panel in curves.PANELS:
         lines = []
-        for number, (name, rows) in enumerate(runs):
-            for key, label in panel.series:
+        for number, name, rows in drawn:
+            for colour, (key, label) in enumerate(panel.series):
                 c = curves.curve(rows, key, low=panel.low)
                 if len(c.step):
-                    line = {"run": number, "name": name, "label": label}
+                    line = {"run": number, "name": name, "label": label, "series": colour}
                     lines.append(line | {k: _short(v) for k, v in c._asdict().items()})
         if any(line["run"] == 0 for line in lines):
             shown.append({"title": panel.title, "lines": lines})

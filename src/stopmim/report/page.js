@@ -114,7 +114,7 @@
       parts.push(element("text", { x: (left + right) / 2, y: bottom + 31, "text-anchor": "middle" }, "step"));
       const told = [];
       this.lines.forEach((line, k) => {
-        const index = shown[k], style = `series s${this.colour(k)}${line.run ? " other" : ""}`;
+        const index = shown[k], style = this.style(line, k);
         if (!index.length) return;
         const up = index.map((i) => `${x(line.step[i])},${y(line.high[i])}`);
         const down = index.map((i) => `${x(line.step[i])},${y(line.low[i])}`).reverse();
@@ -137,8 +137,9 @@
       this.said.textContent = told.join("; ");
     }
 
-    colour(k) {
-      return 1 + (k % 6);
+    style(line, k) {
+      if (line.run < 0) return `series s${1 + line.series} reference`;
+      return `series s${1 + (k % 6)}${line.run ? " other" : ""}`;
     }
   }
 

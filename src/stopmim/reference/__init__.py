@@ -1,0 +1,80 @@
+"""You are here: what a run of ours measured of itself, to set beside a run of the same kind.
+
+Each `.jsonl` file here is one: its first line says what was trained on what, the others are those
+of its metrics.jsonl, at most a hundred, with the share of the training in place of the step.
+``python -m stopmim.reference RUN FILE NAME`` writes one from a finished run.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stopmim.config import Config
+from stopmim.run import Run, write_whole
+
+LINES = 100
+KEYS = (
+    *("loss", "target_std", "predicted_std", "grad_norm", "norm_A", "norm_mask_token"),
+    *("target_rank", "target_spread", "target_image_share", "predicted_mean_share"),
+    *("predicted_image_share", "skill", "noise_to_signal", "neighbours"),
+)
+
+Row = Mapping[str, Any]
+
+
+class Reference(NamedTuple):
+    name: str
+    rows: list[dict[str, Any]]  # each with "share", from 0 to 1
+
+    def at(self, share: float) -> dict[str, Any]:
+        """Each number where the reference was nearest to this share of its training."""
+        near = sorted(self.rows, key=lambda row: -abs(row["share"] - share))
+        return {key: value for row in near for key, value in row.items()}
+
+    def beside(self, updates: float) -> list[dict[str, Any]]:
+        """Lines as of metrics.jsonl, drawn out to the length of a run of so many updates."""
+        return [row | {"step": row["share"] * updates} for row in self.rows]
+
+
+def kind(config: Config) -> dict[str, Any]:
+    """What two runs must have in common to be worth comparing."""
+    tree = config.model_dump(mode="json")
+    same = {key: tree[key] for key in ("arch", "image_size", "class_token")}
+    return same | {"target": tree.get("target", "features"), "positions": tree["positions"]["kind"]}
+
+
+def reference(config: Config) -> Reference | None:
+    """The reference of the kind of `config`, if there is one."""
+    for path in sorted(Path(__file__).parent.glob("*.jsonl")):
+        about, *rows = map(json.loads, path.read_text(encoding="ascii").splitlines())
+        if about["kind"] == kind(config):
+            return Reference(about["name"], rows)
+    return None
+
+
+def share(config: Config, row: Row) -> float:
+    """How much of its training a run had done when it logged `row`."""
+    return min(1.0, row.get("epoch", 0) / config.optim.epochs)
+
+
+def write(run: Run, path: Path, name: str) -> None:
+    """Makes a reference of a finished run."""
+    rows = [_thin(row, share(run.config, row)) for row in run.metrics]
+    start = run.metrics[0].get("random_init", {})
+    health = [row for row in rows if "skill" in row]
+    others = [row for row in rows if "skill" not in row]
+    every = -(-len(others) // (LINES - 2 - len(health)))
+    kept = sorted([*health, *others[::every]], key=lambda row: row["share"])
+    lines = [{"name": name, "kind": kind(run.config)}, _thin(start, 0.0), *kept]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _thin(row: Row, share: float) -> dict[str, float]:
+    known: Sequence[str] = [key for key in KEYS if key in row]
+    return {"share": round(share, 4)} | {key: float(f"{row[key]:.4g}") for key in known}
+
+
+if __name__ == "__main__":
+    write(Run(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])
