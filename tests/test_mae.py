@@ -330,7 +330,7 @@ def test_what_is_measured_of_the_encoder_are_its_features(run: Run) -> None:
 def rows(now: dict[str, float]) -> list[dict[str, Any]]:
     usual = {"target_rank": 1.2, "target_spread": 0.8, "target_image_share": 0.9, "skill": 0.3}
     usual |= {"predicted_image_share": 0.4, "predicted_mean_share": 0.1, "feature_rank": 9.0}
-    begin = usual | {"feature_rank": 60.0, "target_rank": 60.0}
+    begin = usual | {"feature_rank": 60.0}
     later = [usual | {"step": step} | now for step in (50, 100)]
     return [{"step": 1, "random_init": begin}, *later]
 

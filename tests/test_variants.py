@@ -145,7 +145,9 @@ def test_before_a_it_has_the_variance_of_stop_so_that_sigma_means_the_same() -> 
     whole = nn.Linear(ENCODER, ENCODER).requires_grad_(False)
     whole.weight.copy_(torch.eye(ENCODER))
     for s in (context(), 100 * context(), 0.01 * context()):
-        assert float(conditioned().power(whole.weight, s)) == pytest.approx(0.25 * ENCODER, rel=1e-4)
+        assert float(conditioned().power(whole.weight, s)) == pytest.approx(
+            0.25 * ENCODER, rel=1e-4
+        )
     tied = StochasticPositions(SIDE, WIDTH, 0.25)
     assert float(tied.power(whole.weight)) == pytest.approx(0.25 * ENCODER)
 
