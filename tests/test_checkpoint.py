@@ -105,7 +105,7 @@ def test_what_is_loaded_is_what_was_trained(run: Run) -> None:
         assert torch.equal(x, weights[name]), name
     assert not model.training
     images = torch.randn(2, 3, 24, 24)
-    for branch, encoder in (("target", model.target_encoder), ("context", model.encoder)):
+    for branch, encoder in (("target", model.branch()), ("context", model.encoder)):
         loaded = load_encoder(run.path, branch)  # type: ignore[arg-type]
         torch.testing.assert_close(loaded(images), encoder(images))
     assert not torch.equal(load_encoder(run.path, "context")(images), run.encoder()(images))

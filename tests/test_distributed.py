@@ -18,13 +18,13 @@ import torch
 from ranks import complaints, finish, start, together
 from stopmim import Run, pretrain, train
 from stopmim.cli import main
-from stopmim.config import Config
+from stopmim.config import Config, override
 from stopmim.data import Order, loader, shares
 from stopmim.errors import DataError, UserError
 from stopmim.mim import build
 from stopmim.plan import configure
 from stopmim.train import draw_masks, draw_noise
-from tiny import NoiseImages, assert_same_run, tiny
+from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 LONG = {"epochs": 4}  # 20 updates
 
@@ -88,6 +88,15 @@ def test_a_checkpoint_of_whole_models_goes_on_in_shards(whole: Run, tmp_path: Pa
     run = train_on(2, tmp_path / "run", config, stop_at=7)
     assert_close(run, whole, steps=7)
     assert [s["processes"] for s in run.about["starts"]] == [2, 2, 2]
+
+
+def test_a_model_without_target_encoder_makes_the_same_updates(tmp_path: Path) -> None:
+    """MAE + StoP: two whole models, then their checkpoint in shards."""
+    config = tiny_mae(positions={"kind": "stochastic", "share": 0.5, "ramp": 1.0})
+    alone = train_on(1, tmp_path / "alone", config, stop_at=4)
+    train_on(2, tmp_path / "run", config, stop_at=2)
+    sharded = override(config, {"runtime.parallel": "fsdp"})
+    assert_close(train_on(2, tmp_path / "run", sharded, stop_at=4), alone)
 
 
 def test_one_then_two_then_one_rank_is_the_same_run(

@@ -138,7 +138,7 @@ def test_targets_that_ignore_the_image_have_no_image_share(model: MaskedImageMod
     usual = measured(model)
     assert 0.02 < usual["target_image_share"] < 1
     blind = build(configure(tiny()))
-    torch.nn.init.zeros_(blind.target_encoder.patch_embed.proj.weight)
+    torch.nn.init.zeros_(blind.branch().patch_embed.proj.weight)
     found = measured(blind)
     assert found["target_image_share"] < 1e-6
     assert found["target_spread"] > 0.1  # positions alone have spread and rank

@@ -44,7 +44,7 @@ def test_both_encoders_begin_with_the_features_of_the_file(
     config = configure(tiny(init=str(path), class_token=class_token))
     model = start(build(config), config, tmp_path / "run").eval()
     given = stopmim.load_encoder(path)
-    for part in (model.encoder, model.target_encoder):
+    for part in (model.encoder, model.branch()):
         torch.testing.assert_close(part(pictures()), given(pictures()), atol=1e-6, rtol=0)
         torch.testing.assert_close(
             part.features(pictures(), 4, given.pool), given.features(pictures(), 4, given.pool)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from helpers import golden, seeded, under
 from stopmim import load_encoder, load_model, pretrain
-from stopmim.config import Config
+from stopmim.analysis.prediction import predict
+from stopmim.analysis.subject import features, load, pixels, tokens
 from stopmim.doctor import diagnose, examine
 from stopmim.errors import CheckpointError
 from stopmim.export import export
@@ -21,20 +21,14 @@ from stopmim.mim import Batch, MaskedImageModel, build, patchify
 from stopmim.optim import adamw
 from stopmim.plan import configure
 from stopmim.positions import StochasticPositions
+from stopmim.report import _summary
 from stopmim.run import Run
 from stopmim.train import compare_pixels, draw_masks, draw_noise, set_sigma, train_step
-from tiny import NoiseImages, assert_same_run, tiny
+from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 RECORDED = golden("mae")
 STATE = under(RECORDED, "state.")
 HEADS = {"heads": 3, "decoder_heads": 4}
-RANDOM = {"kind": "random", "targets": 4, "target_scale": [0.15, 0.2], "context_length": None}
-
-
-def tiny_mae(**changes: Any) -> Config:
-    """`tiny` with pixels as targets, a class token and 75 % of its 36 patches hidden."""
-    usual = {"target": "pixels", "class_token": True, "masking": RANDOM}
-    return tiny(**usual | {"optim.ema": [0.996, 1.0], "positions": {"kind": "sincos"}} | changes)
 
 
 @pytest.fixture
@@ -308,6 +302,18 @@ def test_images_are_mirrored_and_nothing_else() -> None:
     assert torch.equal(out, torch.stack([images[0].flip(-1), images[1]]))
 
 
+def test_analyses_ask_for_pixels_where_they_compare_and_for_features_where_they_look(
+    run: Run,
+) -> None:
+    subject = load(run.path, NoiseImages(), 3)
+    found = predict(subject)
+    assert found.cosine[0].shape == (27, 36)  # every hidden patch with every patch
+    images = pixels(subject.views)
+    assert tokens(subject.model, images).shape == (3, 36, 48)  # 4 x 4 x 3 pixels
+    assert features(subject.model, images).shape == (3, 36, 96)
+    assert _summary(run.about, run.config, run.metrics)["method"] == "MAE + StoP"
+
+
 # ------------------------------------------------------------------------ its health
 
 
@@ -359,10 +365,11 @@ def test_weights_are_examined_against_maes_own_random_ones(run: Run) -> None:
 def test_matrices_begin_as_in_mae() -> None:
     """Xavier-uniform: variance 2 / (rows + columns), and never beyond its bound."""
     model = build(configure(tiny_mae()))
-    for weight in (model.encoder.blocks[0].mlp.fc1.weight, model.predictor.predictor_proj.weight):  # type: ignore[union-attr]
-        assert isinstance(weight, Tensor)
+    first: Any = model.encoder.blocks[0]
+    for layer in (first.mlp.fc1, model.predictor.predictor_proj):
+        weight = layer.weight.detach()
         bound = (6 / sum(weight.shape)) ** 0.5
         assert 0.9 * bound < float(weight.abs().max()) <= bound
-    patches = model.encoder.patch_embed.proj.weight.flatten(1)
+        assert not layer.bias.any()
+    patches = model.encoder.patch_embed.proj.weight.detach().flatten(1)
     assert float(patches.var()) == pytest.approx(2 / sum(patches.shape), rel=0.1)
-    assert F.mse_loss(model.predictor.predictor_proj.bias, torch.zeros(48)) == 0

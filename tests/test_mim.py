@@ -30,7 +30,7 @@ def small() -> MaskedImageModel:
     predictor = Predictor(StochasticPositions(4, 12, 0.25), 24, 2, 3)
     model = MaskedImageModel(encoder, predictor)
     with torch.no_grad():
-        for part in (model.encoder, model.target_encoder):
+        for part in (model.encoder, model.branch()):
             for parameter in part.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     return model
@@ -51,7 +51,7 @@ def draw(model: MaskedImageModel, batch: Batch, seed: int = 0) -> Noise:
 
 def test_targets_are_normed_features_of_the_ema_encoder_at_the_target_patches() -> None:
     model, batch = small(), small_batch()
-    features = model.target_encoder(batch.images)  # of the whole image
+    features = model.branch()(batch.images)  # of the whole image
     normed = F.layer_norm(features, (24,), eps=1e-5)
     want = torch.stack(
         [torch.stack([normed[b, index[b]] for b in range(2)]) for index in batch.targets]
@@ -90,7 +90,7 @@ def test_no_gradient_reaches_the_target_encoder() -> None:
     predicted, target = model(batch, draw(model, batch))
     assert not target.requires_grad
     (predicted - target).square().sum().backward()
-    assert all(p.grad is None and not p.requires_grad for p in model.target_encoder.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in model.branch().parameters())
     for part in (model.encoder, model.predictor):
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in part.parameters())
 
@@ -99,7 +99,7 @@ def test_the_target_encoder_starts_as_a_copy_that_shares_nothing() -> None:
     encoder = VisionTransformer(32, 8, 24, 1, 3)
     model = MaskedImageModel(encoder, Predictor(Positions(4, 12), 24, 1, 3))
     assert model.encoder is encoder
-    ours, theirs = encoder.state_dict(), model.target_encoder.state_dict()
+    ours, theirs = encoder.state_dict(), model.branch().state_dict()
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert torch.equal(value, theirs[key])
@@ -113,9 +113,9 @@ def test_the_target_encoder_starts_as_a_copy_that_shares_nothing() -> None:
 def test_the_target_encoder_becomes_the_weighted_mean(momentum: float) -> None:
     model = small()
     online = {k: v.clone() for k, v in model.encoder.named_parameters()}
-    before = {k: v.clone() for k, v in model.target_encoder.named_parameters()}
+    before = {k: v.clone() for k, v in model.branch().named_parameters()}
     model.update_target(momentum)
-    for name, after in model.target_encoder.named_parameters():
+    for name, after in model.branch().named_parameters():
         want = momentum * before[name].double() + (1 - momentum) * online[name].double()
         torch.testing.assert_close(after.double(), want, atol=1e-7, rtol=1e-6)
         if momentum in (0.0, 1.0):

@@ -57,6 +57,13 @@ def tiny(**changes: Any) -> Config:
     return override(override(tiny_cpu(), small), changes)
 
 
+def tiny_mae(**changes: Any) -> Config:
+    """`tiny` with pixels as targets, a class token and 75 % of its 36 patches hidden."""
+    masks = {"kind": "random", "targets": 4, "target_scale": [0.15, 0.2], "context_length": None}
+    usual = {"target": "pixels", "class_token": True, "masking": masks}
+    return tiny(**usual | {"optim.ema": [0.996, 1.0], "positions": {"kind": "sincos"}} | changes)
+
+
 def write_folder(root: Path, n: int = 40) -> Path:
     """The same pictures as PNG files, in nested folders."""
     for i, image in enumerate(NoiseImages(n).images):

@@ -45,7 +45,7 @@ class DataConfig(Section):
     crop_scale: tuple[Fraction, Fraction] = (0.3, 1.0)
     """area of the random crop as a fraction of the image, smallest and largest"""
     augmentation: Literal["crop", "flip", "released"] | None = None
-    """crop: random crop alone (I-JEPA). flip: also mirrored (MAE). released: also grey and blur"""
+    """crop: random crop. flip: also mirrored (MAE). released: also grey, blur. null: as compat"""
     max_bad: float = Field(default=0.01, ge=0, le=1)
     """share of unreadable images above which the run stops"""
     skip: str | None = Field(default=None, pattern=r"\.jsonl$")
