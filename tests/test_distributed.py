@@ -81,6 +81,25 @@ def test_shards_of_the_model_make_the_same_updates(tmp_path: Path) -> None:
     assert_close(train_on(1, tmp_path / "run", config), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_penalise_the_matrix_once_and_predict_two_resolutions(
+    tmp_path: Path, parallel: str
+) -> None:
+    changes: dict[str, Any] = {
+        "positions": {"kind": "sincos"},
+        "lowres": "max",
+        "masking": {"targets": 2, "target_scale": [0.3, 0.4], "context_scale": [1.0, 1.0]},
+        "optim": {"penalty_l1": 1e-3, "penalty_l2": 1e-2},
+    }
+    alone = train_on(1, tmp_path / "alone", tiny(**changes))
+    config = tiny(**changes, runtime={"parallel": parallel, "accumulate": 4})
+    run = train_on(2, tmp_path / "run", config)
+    assert_close(run, alone)
+    for a, b in zip(run.metrics, alone.metrics, strict=True):
+        assert a["penalty"] == pytest.approx(b["penalty"], rel=1e-5)
+
+
 def test_a_checkpoint_of_whole_models_goes_on_in_shards(whole: Run, tmp_path: Path) -> None:
     config = tiny(optim=LONG)
     train_on(2, tmp_path / "run", config, stop_at=3)

@@ -281,6 +281,8 @@ def test_a_tag_that_is_none_of_ours_is_one_line(
         ({"positions.base": "learned"}, "learned positions"),
         ({"positions.covariance": "untied"}, "untied noise"),
         ({"positions.covariance": "fixed"}, "a fixed covariance"),
+        ({"positions.covariance": "conditioned"}, "a conditioned covariance"),
+        ({"positions.kind": "jitter"}, "jittered positions"),
         ({"class_token": True}, "a class token"),
     ],
 )

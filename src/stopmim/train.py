@@ -205,6 +205,13 @@ def draw_masks(
     return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
 
 
+def find_cells(config: Config, step: int, targets: Tensor) -> Tensor | None:
+    """The cells (M, B, L) of the targets (M, B, K) of `step`; none without `lowres`."""
+    if config.lowres is None:
+        return None
+    return masking.cells(targets, draw_sizes(config, step).target, config.side)
+
+
 def draw_noise(
     predictor: Predictor,
     masks: masking.Masks,
@@ -350,9 +357,7 @@ def _train(
         if change := AUGMENT.get(config.data.augmentation or "crop"):
             pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
         noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
-        cells = None
-        if config.lowres:
-            cells = masking.cells(masks.targets, draw_sizes(config, step).target, config.side)
+        cells = find_cells(config, step, masks.targets)
         return Batch(normalise(pixels), *masks, cells), noise
 
     ### The loop
