@@ -81,6 +81,9 @@ def test_a_command_works_as_written(line: str) -> None:
             assert parse(["eval", protocol, *words]) is not None  # test_suite.py has the whole
         case ["stopmim", "eval", "finetune", *words]:
             assert main(["eval", "finetune", *words, "--epochs", "1"]) == 0
+        case ["stopmim", "ablate", *words] if "--list" not in words:
+            few = ["--optim.batch_size", "8"]  # there are 40 images here
+            assert main(["ablate", *words, *few, "--dry-run"]) == 0  # test_ablate.py has the runs
         case ["stopmim", "analyse", "all", *words]:
             assert parse(["analyse", "all", *words]) is not None  # test_analyse.py draws them all
         case ["stopmim", *words]:

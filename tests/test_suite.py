@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from stopmim import Run, cli, pretrain
+from stopmim import Run, cli_eval, pretrain
 from stopmim.bench_probe import bench_probe
 from stopmim.cli import main
 from stopmim.data.cache import folder
@@ -598,8 +598,8 @@ def test_a_mistake_is_one_line(
 
 
 def test_recipes_of_the_command_line_are_those_there_are() -> None:
-    assert {*get_args(cli.RecipeName)} == {"auto", "own", *TASKS}
-    types = {field.name: field.type for field in dataclasses.fields(cli.Finetune)}
+    assert {*get_args(cli_eval.RecipeName)} == {"auto", "own", *TASKS}
+    types = {field.name: field.type for field in dataclasses.fields(cli_eval.Finetune)}
     assert {*get_args(types["recipe"])} == {*RECIPES}
 
 

@@ -32,9 +32,9 @@ def printed(arch: str) -> str:
 # ------------------------------------------------------------------------------ what is changed
 
 # Whole sections, so that a row is the same row whatever the preset has there.
-SINCOS = {"positions": PositionsConfig(kind="sincos").model_dump(mode="json")}
-LEARNED = {"positions": PositionsConfig(kind="learned").model_dump(mode="json")}
-STOP = {"positions.kind": "stochastic"}  # with the preset's sigma
+SINCOS: Changes = {"positions": PositionsConfig(kind="sincos").model_dump(mode="json")}
+LEARNED: Changes = {"positions": PositionsConfig(kind="learned").model_dump(mode="json")}
+STOP: Changes = {"positions.kind": "stochastic"}  # with the preset's sigma
 
 
 def stop(**positions: Any) -> Changes:
@@ -85,7 +85,7 @@ def jittered(sigma: float) -> Row:
 
 
 # Pixels of patches that are hidden at random; what has no effect then is at its default.
-MAE = {
+MAE: Changes = {
     "target": "pixels",
     "masking": MaskingConfig(kind="random").model_dump(mode="json"),
     "optim.ema": list(OptimConfig().ema),
@@ -287,11 +287,11 @@ def listing(name: str | None = None) -> str:
     lines = []
     for one, table in TABLES.items() if name is None else [(name, find(name))]:
         lines += [f"{one}: {table.about} ({table.source})"]
-        wide = max(len(p.name) for p in (*table.rows, *table.published))
         shown = [(row.name, table.quoted(row.name)) for row in table.rows]
         if name is not None and table.published:
             shown = [(row.name, {}) for row in table.rows]
             shown += [(p.name, p.numbers) for p in table.published]
+        wide = max(len(row) for row, _ in shown)
         for row, numbers in shown:
             paper = ", ".join(f"{value:.1f} ({what})" for what, value in numbers.items())
             lines.append(f"  {row:{wide}}  {paper}".rstrip())

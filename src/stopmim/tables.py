@@ -7,7 +7,7 @@ from typing import Any, Literal
 from stopmim.config import Config
 from stopmim.errors import UserError
 
-Changes = Mapping[str, Any]
+Changes = dict[str, Any]
 Numbers = Mapping[str, float]
 Asks = Literal["few labels", "all labels", "transfer", "tracking", "finetune"]
 

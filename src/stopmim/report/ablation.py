@@ -6,8 +6,8 @@ Formats only. What can differ between two equal ablations, time, is in tables of
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +17,15 @@ from markupsafe import Markup
 from stopmim.ablations import printed
 from stopmim.analysis import DPI, collapse, pictures, sweep
 from stopmim.console import duration
-from stopmim.evals.seeds import Estimate, over_seeds, paired
-from stopmim.evals.suite import TRACKED
+from stopmim.evals.seeds import Estimate, over_seeds
 from stopmim.evals.table import text
+from stopmim.report.lines import Line, lines, metrics, untrained
 from stopmim.run import Run, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from stopmim.ablate import Outcome, Plan
-    from stopmim.trial import Answer
 
 HERE = Path(__file__).parent
 PM = "\u00b1"
@@ -36,73 +35,6 @@ NOTE = (
     "and training: compare differences between rows, not numbers."
 )
 Cells = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row over its seeds."""
-
-    name: str
-    paper: Mapping[str, float]
-    values: Mapping[str, Mapping[int, float]]  # metric -> seed -> percent
-    runs: Sequence["Outcome"]
-
-    def estimate(self, metric: str) -> Estimate | None:
-        values = self.values.get(metric)
-        return over_seeds(list(values.values())) if values else None
-
-    def against(self, other: "Line", metric: str) -> Estimate | None:
-        """The paired difference to `other`."""
-        if other is self:
-            return None
-        return paired(self.values.get(metric, {}), other.values.get(metric, {}))
-
-    @property
-    def verdict(self) -> str:
-        """What the doctor says, or what went wrong; of all seeds."""
-        said = [run.problem or run.verdict for run in self.runs]
-        return "; ".join(
-            f"{one} ({said.count(one)} of {len(said)})" if said.count(one) < len(said) else one
-            for one in dict.fromkeys(said)
-        )
-
-    def norm(self, which: int) -> Estimate | None:
-        known = [run.norms[which] for run in self.runs if run.norms]
-        return over_seeds(known) if known else None
-
-
-def metric(answer: "Answer") -> str | None:
-    """What an answer is called as a column; None: it is not shown."""
-    if answer["protocol"] == "tracking":
-        return answer["name"] if answer["name"] in TRACKED else None
-    if answer["name"] != "accuracy":
-        return None
-    label = "" if answer["label"] == "class" else answer["label"]
-    return " ".join(filter(None, [answer["protocol"], label, answer.get("on", "")]))
-
-
-def lines(planned: "Plan", outcomes: Sequence["Outcome"]) -> list[Line]:
-    """Row by row, in the order of the plan."""
-    arch, found = printed(planned.base.arch), []
-    for name in dict.fromkeys(run.row for run in outcomes):
-        runs = [run for run in outcomes if run.row == name]
-        values: dict[str, dict[int, float]] = {}
-        for run in runs:
-            for answer in run.answers:
-                if what := metric(answer):
-                    values.setdefault(what, {})[run.seed] = 100 * answer["value"]
-        found.append(Line(name, planned.table.quoted(name, arch), values, runs))
-    return found
-
-
-def untrained(outcomes: Sequence["Outcome"]) -> dict[str, float]:
-    """The same questions, of the network before training."""
-    return {
-        what: 100 * answer["random_init"]
-        for run in outcomes
-        for answer in run.answers
-        if "random_init" in answer and (what := metric(answer))
-    }
 
 
 def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
@@ -132,12 +64,6 @@ def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
 
 
 # ------------------------------------------------------------------------------ the tables
-
-
-def metrics(found: Sequence[Line]) -> list[str]:
-    """All columns, that of the paper's ablations first."""
-    names = dict.fromkeys(what for line in found for what in line.values)
-    return sorted(names, key=lambda name: not name.startswith("lowshot"))
 
 
 def shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
@@ -318,21 +244,26 @@ def figures(
 ) -> dict[str, "Figure"]:
     """By name: what rows along an axis have; and, where A is untied, what becomes of it."""
     rows = {row.name: row for row in planned.table.rows if row.x is not None}
-    known = [line for line in found if line.name in rows]
 
-    def panel(title: str, of: Callable[[Line], list[float]], level: float | None) -> sweep.Panel:
-        points = [(rows[n.name].line, sweep.Point(rows[n.name].x or 0.0, of(n))) for n in known]
+    def panel(title: str, values: Mapping[str, list[float]], level: float | None) -> sweep.Panel:
+        points = [
+            (row.line, sweep.Point(row.x or 0.0, values[name]))
+            for name, row in rows.items()
+            if name in values
+        ]
         return sweep.Panel(title, sweep.along(points), level)
 
     panels = {
         "accuracy": [
             panel(
-                name, lambda n, name=name: list(n.values.get(name, {}).values()), before.get(name)
+                what,
+                {n.name: list(n.values.get(what, {}).values()) for n in found},
+                before.get(what),
             )
-            for name in metrics(found)
+            for what in metrics(found)
         ],
         "norms": [
-            panel(title, lambda n, i=i: [r.norms[i] for r in n.runs if r.norms], None)
+            panel(title, {n.name: [r.norms[i] for r in n.runs if r.norms] for n in found}, None)
             for i, title in enumerate(("norm of A", "norm of the mask token"))
         ],
     }
