@@ -33,7 +33,7 @@ _HOME = {
     "load_model": "interop",
     "pretrain": "train",
 }
-_MODULES = ("data", "evals", "masking", "positions", "presets", "schedules")
+_MODULES = ("ablate", "data", "evals", "masking", "positions", "presets", "schedules")
 
 __all__ = [
     "Batch",
