@@ -3,7 +3,7 @@
 python examples/compare_encoders.py [A [B]]
 
 A and B are anything `stopmim inspect` knows. Without A it is a network that has learned nothing,
-which every number of an encoder should be compared with; without B one is trained for a few seconds.
+which every encoder should be compared with; without B one is trained, for a few seconds.
 """
 
 import sys

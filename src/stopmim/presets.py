@@ -4,10 +4,10 @@ The four tables of the paper are each here as StoP and as the I-JEPA twin it is 
 each of these in `released` mode. Expected numbers are the paper's, on ImageNet-1k: top-1 of a
 linear classifier on frozen features.
 
-Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L as measured
-(benchmarks/), ViT-H from ViT-L by its operations, not measured (docs/scale.md). Released modes take
-longer: they compute in parts of 64 images, whose contexts differ in length, and so are not
-compiled.
+Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L as
+measured (benchmarks/), ViT-H from ViT-L by its operations, not measured (docs/scale.md). Released
+modes take longer: they compute in parts of 64 images, whose contexts differ in length, and so are
+not compiled.
 """
 
 from collections.abc import Callable
