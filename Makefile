@@ -57,5 +57,10 @@ docs: .venv/docs ## build the pages of docs/ and the reference as site/
 tables: .venv/dev ## compute the tables in docs/ anew, from the config and from benchmarks/
 	$(BIN)/python tests/tables.py
 
+dist: .venv/dev ## wheel and source archive in dist/, and a short demo with the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	PYTHON=$(PYTHON) .ci/dist
+
 clean: ## remove the virtual environment and caches
 	rm -rf .venv .venv-lowest build dist site .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
