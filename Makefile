@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-gpu bench docs clean
+.PHONY: help demo check test test-all test-gpu test-lowest bench docs tables dist clean
 
 help: ## show this
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 .venv/base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,14 @@ test-all: .venv/dev ## every test, the slow ones included
 test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -q -m gpu
 
+.venv-lowest/done: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch==2.13.0 -e ".[test]"
+	@touch $@
+
+test-lowest: .venv-lowest/done ## the fast tests with the lowest versions that pyproject.toml admits
+	.venv-lowest/bin/pytest -q -n 2 -W default # old libraries warn of newer ones
+
 bench: .venv/base ## time one training step on this machine
 	$(BIN)/stopmim bench step
 
@@ -44,7 +52,15 @@ bench: .venv/base ## time one training step on this machine
 	@touch $@
 
 docs: .venv/docs ## build the pages of docs/ and the reference as site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tables: .venv/dev ## compute the tables in docs/ anew, from the config and from benchmarks/
+	$(BIN)/python tests/tables.py
+
+dist: .venv/dev ## wheel and source archive in dist/, and a short demo with the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	PYTHON=$(PYTHON) .ci/dist
 
 clean: ## remove the virtual environment and caches
-	rm -rf .venv build site .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv .venv-lowest build dist site .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

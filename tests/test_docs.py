@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+import stopmim
 from stopmim import pretrain
 from stopmim.cli import main, parse
 from tiny import tiny, write_folder
@@ -124,6 +126,19 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    assert set(re.findall(r": (\S+\.md)$", nav, re.M)) == {page.name for page in PAGES[1:]}
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: ([\w.]+)$", reference, re.M)
+    wanted = {f"stopmim.{name}" for name in stopmim.__all__ if name != "__version__"}
+    assert wanted <= set(listed)
+    for name in listed:  # mkdocs reads the source and would not miss a method of a lazy module
+        module, _, attribute = name.rpartition(".")
+        if name != "stopmim.schedules":
+            assert getattr(import_module(module), attribute).__doc__, name
 
 
 def test_the_map_of_files_names_every_module() -> None:

@@ -224,6 +224,21 @@ def test_the_layout_of_ijepa_has_the_keys_of_the_released_files(exports: dict[st
         assert names[0] == names[1]
 
 
+def test_timm_takes_the_context_encoder_out_of_the_layout_of_ijepa(
+    run: Run, exports: dict[str, Path], timm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why `--to timm` is another export: it has the target encoder."""
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    code = code_of(exports["timm"])
+    model = run_code(code, exports["timm"], monkeypatch, images=pictures())["model"]
+    tree = torch.load(exports["ijepa"] / "model.pth.tar", weights_only=True)
+    model.load_state_dict(checkpoint_filter_fn(tree, model))
+    with torch.no_grad():
+        close(model(pictures()), run.encoder("context").features(pictures()))
+        assert (model(pictures()) - run.encoder().features(pictures())).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize(
     ("kind", "first"), [("sincos", "mask_token"), ("stochastic", "predictor_pos_embed")]
 )

@@ -1,10 +1,12 @@
 """Hostile, damaged and mismatched files: one line, exit code 4, nothing executed, little memory."""
 
+import argparse
 import hashlib
 import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import zipfile
@@ -18,6 +20,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 import stopmim
+from stopmim import untrusted
+from stopmim.errors import CheckpointError
 from stopmim.vit import VisionTransformer
 from tiny import NoiseImages, tiny
 
@@ -54,6 +58,31 @@ def repacked(data: bytes, method: int) -> bytes:
         for record in old.infolist():
             new.writestr(record.filename, old.read(record))
     return buffer.getvalue()
+
+
+def with_pickle(content: bytes) -> bytes:
+    """What torch.save writes, with `content` as the pickle in it."""
+    buffer, data = io.BytesIO(), torch_bytes({"a": torch.zeros(1)})
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for record in old.infolist():
+            is_pickle = record.filename.endswith("data.pkl")
+            new.writestr(record.filename, content if is_pickle else old.read(record))
+    return buffer.getvalue()
+
+
+def bytes_on_bytes() -> bytes:
+    """A gigabyte of zeros and fifty copies of it, all of which the restricted unpickler makes."""
+    size = b"\x8a\x04" + (10**9).to_bytes(4, "little")
+    first = b"\x80\x02c__builtin__\nbytearray\nq\x00" + size + b"\x85Rq\x01"
+    return with_pickle(first + b"](" + 50 * b"h\x00h\x01\x85R" + b"e.")
+
+
+def lists_in_lists() -> bytes:
+    """Six levels of a thousand times the same: 20 kB, and 10 ** 18 values to walk through."""
+    tree: list[Any] = [torch.zeros(1)]
+    for _ in range(6):
+        tree = [tree] * 1000
+    return torch_bytes({"model": tree})
 
 
 def header(tree: object, data: bytes = b"", pad: int = 0) -> bytes:
@@ -108,6 +137,7 @@ def files() -> dict[str, bytes]:
         "one value seen as many.pth": torch_bytes(state | big),
         "storage of a terabyte.pth": storage.replace(b"K\x03Ntq", b"J\xff\xff\xff\x7fNtq"),
         "key of a megabyte.pth": torch_bytes(state | {"k" * 1_000_000: torch.zeros(1)}),
+        "lists in lists.pth": lists_in_lists(),
         "list.pth": torch_bytes([state]),
         "resnet.pth": torch_bytes({"model": {"conv1.weight": torch.zeros(8, 3, 7, 7)}}),
         "missing key.pth": torch_bytes({k: v for k, v in state.items() if k != "norm.bias"}),
@@ -250,6 +280,54 @@ def test_nothing_is_executed_and_nothing_is_written(answers: tuple[dict[str, Any
     assert [path.name for path in root.glob("*.npz")] == ["fine.safetensors.npz"]
     assert all(code == 0 for key, (code, _) in said.items() if key.startswith("fine."))
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_a_kilobyte_gets_no_gigabytes_although_this_process_could_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrusted, "MEMORY", 1 << 26)
+    (tmp_path / "a.pth").write_bytes(bytes_on_bytes())
+    with pytest.raises(CheckpointError, match="bytes more than a file of"):
+        untrusted.read_tree(tmp_path / "a.pth")
+
+
+def test_a_file_that_takes_for_ever_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrusted, "SECONDS", -1)
+    (tmp_path / "a.pth").write_bytes(torch_bytes(good()))
+    with pytest.raises(CheckpointError, match="not read after"):
+        untrusted.read_tree(tmp_path / "a.pth")
+    with pytest.raises(ChildProcessError):  # nobody is left waiting to be buried
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_reader_that_is_killed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "load", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    (tmp_path / "a.pth").write_bytes(torch_bytes(good()))
+    with pytest.raises(CheckpointError, match="ended with -9"):
+        untrusted.read_tree(tmp_path / "a.pth")
+
+
+def test_an_honest_pickle_comes_through_as_it_is(tmp_path: Path) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    tree = {
+        "z first": {"columns": x.T, "same": x, "half": x.half(), "part": x[1:, 2:]},
+        "a last": [1, 2.5, None, True, ("text", torch.zeros(0), torch.tensor(7))],
+        "args": argparse.Namespace(lr=0.1),
+        "opt": {"state": {0: {"exp_avg": x}}},  # not needed, and most of a released file
+    }
+    torch.save(tree, tmp_path / "a.pth")
+    found = untrusted.read_tree(tmp_path / "a.pth")
+    assert list(found) == ["z first", "a last", "args"]
+    assert list(found["z first"]) == ["columns", "same", "half", "part"]
+    for name, value in found["z first"].items():
+        torch.testing.assert_close(value, tree["z first"][name], rtol=0, atol=0)
+    assert found["a last"][:4] == [1, 2.5, None, True]
+    assert found["a last"][4][0] == "text"
+    assert found["a last"][4][2].item() == 7
 
 
 def test_the_careless_way_would_have_executed_them(tmp_path: Path) -> None:

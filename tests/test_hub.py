@@ -81,6 +81,34 @@ def test_a_model_of_transformers_gives_the_same_features_here(
 
 
 @pytest.mark.parametrize("name", ["IJepaModel", "ViTModel"])
+def test_several_layers_are_the_hidden_states_of_transformers_after_the_final_norm(
+    name: str, transformers: Any, tmp_path: Path
+) -> None:
+    """Theirs are not normed; the papers' are, each by the norm of the last block."""
+    model = hub_model(transformers, name, layer_norm_eps=1e-6)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        states = model(pictures(), output_hidden_states=True).hidden_states[-2:]
+        normed = torch.cat([model.layernorm(x)[:, -16:].mean(dim=1) for x in states], dim=1)
+        found = stopmim.load_encoder(tmp_path).features(pictures(), layers=2)
+    torch.testing.assert_close(found, normed, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["IJepaModel", "ViTModel"])
+@pytest.mark.parametrize("size", [(48, 48), (24, 40)])
+def test_other_image_sizes_are_what_transformers_makes_of_them_when_it_is_told_to(
+    name: str, size: tuple[int, int], transformers: Any, tmp_path: Path
+) -> None:
+    model = hub_model(transformers, name, layer_norm_eps=1e-6)
+    model.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, *size, generator=seeded())
+    with torch.no_grad():
+        theirs = model(images, interpolate_pos_encoding=True).last_hidden_state
+        found = stopmim.load_encoder(tmp_path)(images)
+    torch.testing.assert_close(found, theirs[:, -found.shape[1] :], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["IJepaModel", "ViTModel"])
 def test_the_names_models_have_in_memory_are_read_as_well(
     name: str, transformers: Any, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -59,6 +60,22 @@ def test_every_tested_dependency_is_pinned() -> None:
         assert {n.lower().replace("_", "-") for n in names if n != "stopmim"} <= pinned, extra
 
 
+def test_the_lowest_versions_that_are_tested_are_the_lowest_that_are_admitted() -> None:
+    """`make test-lowest`; all but torch and what goes with it, which constraints.txt pins."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"]]
+    for extra in ("fast", "interop", "shards", "tensorboard", "test"):
+        needed += extras[extra]
+    text = (ROOT / "constraints-lowest.txt").read_text()
+    pins = dict(re.findall(r"^([\w.-]+)==([\d.]+)$", text.lower(), re.M))
+    for one in needed:
+        name, _, bound = one.lower().partition(">=")
+        if name not in ("torch", "torchvision") and not name.startswith("stopmim["):
+            assert f"{pins.pop(name)}.".startswith(f"{bound}."), one
+    assert pins.keys() == {"torch", "torchvision"}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the source archive of this checkout."""
@@ -84,6 +101,9 @@ def test_the_archives_have_all_there_is(built: Path) -> None:
         "LICENSE",
         "CHANGELOG.md",
         "constraints.txt",
+        "constraints-lowest.txt",
+        "mkdocs.yml",
+        "benchmarks/loader_x86-64_2026-11-15.md",
         "docs/train.md",
         "tests/golden/README.md",
     }

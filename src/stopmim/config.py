@@ -120,6 +120,7 @@ class PositionsConfig(Section):
 
 class PredictorConfig(Section):
     width: int = Field(default=384, ge=4, multiple_of=4)
+    """of its tokens"""
     depth: int | None = Field(default=None, ge=1)
     """null: 6 (ViT-Ti, S, B), 12 (L, H), 16 (g)"""
     heads: int | None = Field(default=None, ge=1)
@@ -128,19 +129,23 @@ class PredictorConfig(Section):
 
 class OptimConfig(Section):
     epochs: int = Field(default=600, ge=1)
+    """passes over the images"""
     batch_size: int = Field(default=2048, ge=1)
     """images per update over all GPUs, so that a config means the same run on any machine"""
     lr: float = Field(default=8e-4, gt=0)
+    """its peak, after the warm-up"""
     start_lr: float = Field(default=2e-4, ge=0)
     """where the warm-up begins"""
     final_lr: float = Field(default=1e-6, ge=0)
     """where the cosine ends"""
     warmup_epochs: float = Field(default=15, ge=0)
+    """from start_lr to lr, linearly"""
     weight_decay: tuple[Decay, Decay] = (0.04, 0.4)
     """from the first to the last update, along a cosine; matrices only"""
     ema: tuple[Momentum, Momentum] = (0.996, 1.0)
     """momentum of the target encoder, from the first to the last update, linearly"""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """AdamW's"""
     clip_grad: float | None = Field(default=None, gt=0)
     """largest norm of the whole gradient; null: no clipping"""
     penalty_l1: float = Field(default=0.0, ge=0)
@@ -163,6 +168,7 @@ class RuntimeConfig(Section):
     """How a run is carried out: nothing here changes its result, except for rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -195,6 +201,7 @@ class Config(Section):
     arch: str = "vit_b16"
     """vit_<size><patch>: micro, ti, s, b, l, h or g, at any patch size"""
     image_size: int = Field(default=224, ge=1)
+    """pixels along an edge of the square crops; a multiple of the patch"""
     class_token: bool = False
     """a token that is no patch before the others: needed to go on from MAE, DINO or iBOT"""
     target: Literal["features", "pixels"] = "features"
@@ -204,6 +211,7 @@ class Config(Section):
     init: str | None = None
     """file or run whose encoder the run begins with, instead of random weights"""
     seed: int = Field(default=0, ge=0)
+    """of weights, order, crops, masks and noise"""
     compat: Compat | None = None
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""
     lowres: Literal["bilinear", "max"] | None = None

@@ -4,10 +4,10 @@ The four tables of the paper are each here as StoP and as the I-JEPA twin it is 
 each of these in `released` mode; then MAE. Expected numbers are the paper's, on ImageNet-1k: top-1
 of a linear classifier on frozen features.
 
-Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L from the
-measured 4,055 and 1,391 images/s (benchmarks/), ViT-H from that of ViT-B by its operations (H/14
-9.6, H/16 7.3 times ViT-B), not measured. Released modes take longer: they compute in parts of 64
-images, whose contexts differ in length, and so are not compiled.
+Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L as
+measured (benchmarks/), ViT-H from ViT-L by its operations, not measured (docs/scale.md). Released
+modes take longer: they compute in parts of 64 images, whose contexts differ in length, and so are
+not compiled.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def vit_h14_stop() -> Config:
     """The paper's ViT-H/14, 300 epochs, sigma 0.2. Expect 65.4, 79.0, 79.6.
 
     ``stopmim pretrain imagenet/train --preset vit_h14_stop --out runs/h14``
-    Cost: about 250 hours.
+    Cost: about 200 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H)
 
@@ -116,7 +116,7 @@ def vit_h14_ijepa() -> Config:
     """Its I-JEPA twin. Expect 62.9 (1 %), 78.2 (last layer), 79.3 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_h14_ijepa --out runs/h14-ijepa``
-    Cost: about 250 hours.
+    Cost: about 200 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H, positions=IJEPA)
 
@@ -181,7 +181,7 @@ def vit_h16_stop_released() -> Config:
     """The released configs/pretrain/vit-h16.yaml: patch 16, rates frozen from epoch 250.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_stop_released --out runs/h16-r``
-    Cost: more than 190 hours.
+    Cost: more than 145 hours.
     """
     return Config(arch="vit_h16", compat="released", optim=RELEASED_H, runtime=IN_64S)
 
@@ -190,7 +190,7 @@ def vit_h16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_ijepa_released --out runs/h16-ri``
-    Cost: more than 190 hours.
+    Cost: more than 145 hours.
     """
     return Config(
         arch="vit_h16", compat="released", optim=RELEASED_H, positions=IJEPA, runtime=IN_64S

@@ -1,0 +1,37 @@
+"""Is one encoder better than another, or were its images easier? A paired test says it.
+
+python examples/compare_encoders.py [A [B]]
+
+A and B are anything `stopmim inspect` knows. Without A it is a network that has learned nothing,
+which every encoder should be compared with; without B one is trained, for a few seconds.
+"""
+
+import sys
+
+import stopmim
+from stopmim.data import open_images
+from stopmim.evals.compare import compare
+from stopmim.evals.inputs import open_encoder
+from stopmim.evals.suite import Options
+
+
+def main() -> None:
+    a, b = [*sys.argv[1:], "random:vit_micro6@48", ""][:2]
+    if not b:
+        quick = {"epochs": 1, "batch_size": 32, "warmup_epochs": 0.5}
+        b = str(stopmim.pretrain("scenes:128:48", "runs/compared", "tiny_cpu", optim=quick).path)
+    print(f"A is {a}, B is {b}")
+    train, test = open_images("scenes:256:48:1"), open_images("scenes:512:48:2")
+    options = Options(protocols=("knn",), labels=("distance", "count"))
+    for one in compare(open_encoder(a), open_encoder(b), train, test, options):
+        low, high = (100 * edge for edge in one.interval)
+        verdict = "no difference to be seen" if low <= 0 <= high else "they differ"
+        print(
+            f"{one.label} by k-NN: A {one.a:.1%}, B {one.b:.1%} of {one.n} scenes right; "
+            f"B - A is {100 * one.difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}, "
+            f"p = {one.p:.2g}): {verdict}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The tables in docs/ that are computed: of every key of a config, and of what a run costs.
+
+They stand in the pages between two comments; ``make tables`` writes them there anew, and
+test_tables.py fails if one is stale. What a run costs comes from the newest files in benchmarks/,
+so that a new measurement changes the page.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim.bench import BATCH, PUBLISHED
+from stopmim.config import Config, Section
+from stopmim.mim import build
+from stopmim.plan import configure
+from stopmim.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+IMAGES = 1_281_167  # of ImageNet-1k
+NEAREST = {"vit_h14": "vit_l16", "vit_h16": "vit_l16"}  # measured in place of what is not
+
+# ------------------------------------------------------------------------------ every key
+
+
+def config_tables() -> dict[str, str]:
+    """Name of a section, or "config" for the keys outside of all, to its table."""
+    config = Config()
+    sections = {
+        name: value
+        for name in Config.model_fields
+        if isinstance(value := getattr(config, name), Section)
+    }
+    return {name: _keys(section, name) for name, section in {"config": config, **sections}.items()}
+
+
+def _keys(section: Section, name: str) -> str:
+    rows: list[list[object]] = [["key", "default", "may be", "meaning"]]
+    properties = type(section).model_json_schema()["properties"]
+    prefix = "" if name == "config" else f"{name}."
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if not isinstance(value, Section):
+            rows.append([f"`{prefix}{key}`", f"`{json.dumps(value)}`", allowed(properties[key])])
+            rows[-1].append(escaped(field.description or ""))
+    return _table(*rows)
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def allowed(schema: dict[str, Any]) -> str:
+    """What pydantic takes for a key, in words."""
+    if "anyOf" in schema:
+        return ", ".join(allowed(one) for one in schema["anyOf"])
+    if "prefixItems" in schema:
+        bounds = allowed(schema["prefixItems"][0]).removeprefix("a number")
+        return f"two numbers,{bounds}" if bounds else "two numbers"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
+    words = {"integer": "an integer", "number": "a number", "boolean": "`true`, `false`"}
+    limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits.items() if key in schema]
+    if "multipleOf" in schema:
+        bounds.append(f"a multiple of {schema['multipleOf']}")
+    if "pattern" in schema:
+        bounds.append(f"that ends in {schema['pattern'].strip('$').replace(chr(92), '')}")
+    kind = words.get(schema["type"], "`null`" if schema["type"] == "null" else "text")
+    return " ".join([kind, " and ".join(bounds)]).strip()
+
+
+# -------------------------------------------------------------------------- what a run costs
+
+
+@cache
+def measured(kind: str) -> tuple[dict[str, Any], ...]:
+    """The lines of the newest file of a kind: "step_vit_b16_nvidia-h200", "loader_x86-64"."""
+    files = sorted((ROOT / "benchmarks").glob(f"{kind}_????-??-??.md"))
+    if not files:
+        return ()
+    text = files[-1].read_text().split("```json\n")[1].split("```")[0]
+    return tuple(json.loads(line) for line in text.splitlines())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of an architecture, by its parameters and by what was measured of it or of the nearest."""
+
+    arch: str
+    encoder: int  # parameters; the target encoder has as many
+    predictor: int
+    rate: float  # images per second on one GPU
+    batch: int  # on one GPU, at which it was or would be measured
+    memory: float  # bytes on one GPU, at that batch
+    is_measured: bool
+
+    @property
+    def trained(self) -> int:
+        return self.encoder + self.predictor
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes: three networks, and two moments of those that are trained."""
+        return 4 * (self.trained + self.encoder) + 8 * self.trained
+
+    def all_reduced(self, gpus: int) -> float:
+        """Bytes that leave a GPU, or a node of a ring, per update with DDP."""
+        return 2 * (gpus - 1) / gpus * 4 * self.trained
+
+    def sharded(self, gpus: int) -> float:
+        """The same with FSDP2: weights are gathered for the forward pass (those of the target
+        encoder too) and for the backward pass, and gradients are scattered; float32."""
+        return (gpus - 1) / gpus * 4 * (3 * self.trained + self.encoder)
+
+
+def tokens(arch: str) -> tuple[int, int, int]:
+    """Patches of an image, of a context and of one target, of the released masks on average."""
+    config = Config(arch=arch)
+    return config.side**2, *PUBLISHED.get(arch, PUBLISHED["vit_b16"])
+
+
+def operations(arch: str, encoder: int, predictor: int) -> float:
+    """Of one image: two per weight and token forward, four backward; the four targets apart."""
+    patches, context, target = tokens(arch)
+    return encoder * (2 * patches + 6 * context) + predictor * 6 * 4 * (context + target)
+
+
+def activations(config: Config) -> float:
+    """What is kept of one image for the backward pass, as features: tokens x width x blocks."""
+    with torch.device("meta"):
+        encoder = build(config).encoder
+    _, context, target = tokens(config.arch)
+    predictor = config.predictor
+    assert predictor.depth is not None
+    seen = context * encoder.width * len(encoder.blocks)
+    return seen + 4 * (context + target) * predictor.width * predictor.depth
+
+
+def state(encoder: int, predictor: int) -> float:
+    """Bytes of weights, gradients and two moments, and of the target encoder, in float32."""
+    return 16 * (encoder + predictor) + 4 * encoder
+
+
+@cache
+def cost(arch: str) -> Cost:
+    config = configure(Config(arch=arch))
+    with torch.device("meta"):
+        model = build(config)
+    encoder, predictor = (
+        sum(p.numel() for p in part.parameters()) for part in (model.encoder, model.predictor)
+    )
+    if lines := measured(f"step_{arch}_nvidia-h200"):
+        one = lines[0]
+        memory = one["peak_memory_mib"] * 2**20
+        return Cost(arch, encoder, predictor, one["images_per_s"], one["batch_size"], memory, True)
+    near = cost(NEAREST[arch])
+    rate = near.rate * operations(near.arch, near.encoder, near.predictor)
+    rate /= operations(arch, encoder, predictor)
+    batch = BATCH.get(arch, 64)
+    memory = state(encoder, predictor) + batch * bytes_per_feature(near) * activations(config)
+    return Cost(arch, encoder, predictor, rate, batch, memory, False)
+
+
+def bytes_per_feature(near: Cost) -> float:
+    kept = near.memory - state(near.encoder, near.predictor)
+    return kept / near.batch / activations(configure(Config(arch=near.arch)))
+
+
+def hours(preset: str) -> float:
+    """Of one GPU, for the epochs of a preset on ImageNet."""
+    config = PRESETS[preset]()
+    images = IMAGES // config.optim.batch_size * config.optim.batch_size
+    return config.optim.epochs * images / cost(config.arch).rate / 3600
+
+
+ARCHES = ("vit_b16", "vit_l16", "vit_h14")
+RUNS = ("ablation_b16_stop", "vit_b16_stop", "vit_l16_stop", "vit_h14_stop")
+
+
+def scale_tables() -> dict[str, str]:
+    return {
+        "cost": _cost(),
+        "memory": _memory(),
+        "network": _network(),
+        "feeding": _feeding(),
+    }
+
+
+def _name(one: Cost) -> str:
+    size, patch = re.fullmatch(r"vit_([a-z])(\d+)", one.arch).groups()  # type: ignore[union-attr]
+    return f"ViT-{size.upper()}/{patch}" + ("" if one.is_measured else " (not measured)")
+
+
+def _table(*rows: list[object]) -> str:
+    head, *body = ([str(cell) for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def _cost() -> str:
+    rows: list[list[object]] = [["preset", "network", "epochs", "images/s of one GPU"]]
+    rows[0] += [f"hours on {gpus}" for gpus in (1, 8, 32)]
+    for preset in RUNS:
+        config = PRESETS[preset]()
+        one, total = cost(config.arch), hours(preset)
+        each = [f"{total / gpus:.3g}" for gpus in (1, 8, 32)]
+        rows.append([f"`{preset}`", _name(one), config.optim.epochs, f"{one.rate:,.0f}", *each])
+    return _table(*rows)
+
+
+def _memory() -> str:
+    rows: list[list[object]] = [["network", "images at a time", "GiB", "weights and moments"]]
+    rows[0] += ["activations", "bytes per feature", "with FSDP2 on 8", "checkpoint, GB"]
+    for one in map(cost, ARCHES):
+        own, gib = state(one.encoder, one.predictor), 2**30
+        each = [one.memory, own, one.memory - own]
+        near = one if one.is_measured else cost(NEAREST[one.arch])
+        rows.append([_name(one), one.batch, *(f"{n / gib:.1f}" for n in each)])
+        rows[-1] += [f"{bytes_per_feature(near):.1f}", f"{(one.memory - own * 7 / 8) / gib:.1f}"]
+        rows[-1] += [f"{one.checkpoint / 1e9:.1f}"]
+    return _table(*rows)
+
+
+def _network() -> str:
+    rows: list[list[object]] = [["network", "GPUs", "ms per update", "DDP sends, GB", "GB/s"]]
+    rows[0] += ["FSDP2 sends, GB", "GB/s"]
+    for one in map(cost, ARCHES):
+        for gpus in (8, 32):
+            seconds = Config().optim.batch_size / gpus / one.rate
+            rows.append([_name(one), gpus, f"{1e3 * seconds:.0f}"])
+            for sent in (one.all_reduced(gpus), one.sharded(gpus)):
+                rows[-1] += [f"{sent / 1e9:.2f}", f"{sent / 1e9 / seconds:.0f}"]
+    return _table(*rows)
+
+
+def _feeding() -> str:
+    about, *lines = measured("loader_x86-64")
+    rate = {line["bench"]: line.get("images_per_s") for line in lines}
+    one_core = [rate["one thread, simplejpeg"], rate["one thread, pillow"]]
+    one_core.append(rate["loader, workers 1"])
+    rows: list[list[object]] = [["", "images/s", "MB/s from disk", "on 8 GPUs, GB/s"]]
+    rows[0] += ["simplejpeg alone", "Pillow alone", "a worker process"]
+    rows.append(["one core reads", "", "", "", *(f"{each:.0f} images/s" for each in one_core)])
+    for one in map(cost, ARCHES):
+        disk = one.rate * about["kilobytes"] / 1e3
+        rows.append([_name(one), f"{one.rate:,.0f}", f"{disk:.0f}", f"{8 * disk / 1e3:.1f}"])
+        rows[-1] += [f"{one.rate / each:.1f} cores" for each in one_core]
+    return _table(*rows)
+
+
+# -------------------------------------------------------------------------------- the pages
+
+PAGES = {"configure.md": config_tables, "scale.md": scale_tables}
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def filled(page: str) -> str:
+    """The text of a page with the tables as they are now."""
+    tables = PAGES[page]()
+    return _TABLE.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", (DOCS / page).read_text())
+
+
+def names(page: str) -> list[str]:
+    """Of the tables that a page has."""
+    return [match[2] for match in _TABLE.finditer((DOCS / page).read_text())]
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (DOCS / name).write_text(filled(name))
