@@ -19,9 +19,9 @@ def main() -> None:
     a, b = [*sys.argv[1:], "random:vit_micro6@48", ""][:2]
     if not b:
         quick = {"epochs": 1, "batch_size": 32, "warmup_epochs": 0.5}
-        b = str(stopmim.pretrain("scenes:128:48", "runs/compared", "tiny_cpu", optim=quick).path)
+        b = str(stopmim.pretrain("scenes:64:48", "runs/compared", "tiny_cpu", optim=quick).path)
     print(f"A is {a}, B is {b}")
-    train, test = open_images("scenes:256:48:1"), open_images("scenes:512:48:2")
+    train, test = open_images("scenes:128:48:1"), open_images("scenes:256:48:2")
     options = Options(protocols=("knn",), labels=("distance", "count"))
     for one in compare(open_encoder(a), open_encoder(b), train, test, options):
         low, high = (100 * edge for edge in one.interval)

@@ -60,8 +60,8 @@ def allowed(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return ", ".join(allowed(one) for one in schema["anyOf"])
     if "prefixItems" in schema:
-        bounds = allowed(schema["prefixItems"][0]).removeprefix("a number")
-        return f"two numbers,{bounds}" if bounds else "two numbers"
+        each = allowed(schema["prefixItems"][0]).removeprefix("a number")
+        return f"two numbers,{each}" if each else "two numbers"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
     words = {"integer": "an integer", "number": "a number", "boolean": "`true`, `false`"}
@@ -240,7 +240,7 @@ def _network() -> str:
 
 def _feeding() -> str:
     about, *lines = measured("loader_x86-64")
-    rate = {line["bench"]: line.get("images_per_s") for line in lines}
+    rate = {line["bench"]: line["images_per_s"] for line in lines if "images_per_s" in line}
     one_core = [rate["one thread, simplejpeg"], rate["one thread, pillow"]]
     one_core.append(rate["loader, workers 1"])
     rows: list[list[object]] = [["", "images/s", "MB/s from disk", "on 8 GPUs, GB/s"]]

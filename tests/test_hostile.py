@@ -313,7 +313,7 @@ def test_a_reader_that_is_killed_is_one_line(
 
 def test_an_honest_pickle_comes_through_as_it_is(tmp_path: Path) -> None:
     x = torch.arange(12.0).view(3, 4)
-    tree = {
+    tree: dict[str, Any] = {
         "z first": {"columns": x.T, "same": x, "half": x.half(), "part": x[1:, 2:]},
         "a last": [1, 2.5, None, True, ("text", torch.zeros(0), torch.tensor(7))],
         "args": argparse.Namespace(lr=0.1),

@@ -198,6 +198,8 @@ class RuntimeConfig(Section):
 
 
 class Config(Section):
+    """Every knob of a run. All but `runtime` decide its numbers, and never change within it."""
+
     arch: str = "vit_b16"
     """vit_<size><patch>: micro, ti, s, b, l, h or g, at any patch size"""
     image_size: int = Field(default=224, ge=1)
