@@ -2,11 +2,10 @@
 
 Each `.jsonl` file here is one: its first line says what was trained on what, the others are those
 of its metrics.jsonl, at most a hundred, with the share of the training in place of the step.
-``python -m stopmim.reference RUN FILE NAME`` writes one from a finished run.
+`write` makes one of a finished run; it is measured more often than others (runtime.health_every).
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +73,3 @@ def write(run: Run, path: Path, name: str) -> None:
 def _thin(row: Row, share: float) -> dict[str, float]:
     known: Sequence[str] = [key for key in KEYS if key in row]
     return {"share": round(share, 4)} | {key: float(f"{row[key]:.4g}") for key in known}
-
-
-if __name__ == "__main__":
-    write(Run(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])
