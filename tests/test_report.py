@@ -502,7 +502,7 @@ def test_several_runs_are_on_one_page(trained: Run, full: Page, tmp_path: Path) 
     page = Page(report.write(trained, Pixels(), others=[trained], out=tmp_path / "both.html"))
     assert "Beside other runs" in page.text
     data = json.loads(next(text for text in page.scripts if text.startswith("{")))
-    assert {line["run"] for line in data["charts"][0]["lines"]} == {0, 1}
+    assert {line["run"] for line in data["charts"][0]["lines"]} == {-1, 0, 1}  # -1: reference
     assert "Beside other runs" not in full.text
 
 

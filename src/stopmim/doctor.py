@@ -68,13 +68,14 @@ class Diagnosis:
         lines = [f"{self.verdict}{at}: {self.because}"]
         if self.evidence:
             width = max(len(e.name) for e in self.evidence)
-            other = " reference " if self.reference else ""
-            lines += [f"  {'':{width}}  {'now':>8}  {'untrained':>9} {other} healthy"]
-            lines += [
-                f"  {e.name:{width}}  {e.value:8.3g}  {_text(e.start):>9} "
-                f"{_text(e.reference):>{len(other)}} {e.bar}"
+            rows = [("", "now", "untrained", "reference", "healthy")]
+            rows += [
+                (e.name, _text(e.value), _text(e.start), _text(e.reference), e.bar)
                 for e in self.evidence
             ]
+            for name, now, start, other, bar in rows:
+                beside = f"  {other:>9}" if self.reference else ""
+                lines.append(f"  {name:{width}}  {now:>8}  {start:>9}{beside}  {bar}")
         if self.reference:
             lines.append(f"  reference: {self.reference}, at the same share of its training")
         lines += [f"- {line}" for line in self.advice]

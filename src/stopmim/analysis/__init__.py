@@ -38,7 +38,15 @@ def analyse(
     """
     if out is None and not runs:
         raise UserError(f"analyse {what}: name a run, or a folder for the figure with --out")
+    from stopmim.analysis.subject import source
+    from stopmim.data import open_images
+    from stopmim.run import Run
+
     folder = Path(out) if out is not None else Path(runs[0]) / "figures"
+    if what == "all" and runs and data is None:
+        data = open_images(
+            source(Run(Path(runs[0])))
+        )  # once: drawing thousands of scenes takes time
     paths = []
     for one in get_args(What) if what == "all" else (what,):
         if not runs and one not in ("collapse", "smoothing"):

@@ -72,6 +72,7 @@ def figure(found: Uncertainty, rows: int = 4) -> "Figure":
             bar = picture.colorbar(
                 shown, ax=grid[:, c], location="bottom", shrink=0.8, aspect=24, pad=0.01
             )
+            bar.set_ticks([0, high], labels=["0", f"{high:.2g}"])
             bar.outline.set_visible(False)
             bar.ax.tick_params(length=0)
     for axes in grid.flat:

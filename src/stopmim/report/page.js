@@ -20,7 +20,7 @@
   function short(value) {
     if (value === 0) return "0";
     const size = Math.abs(value);
-    return size >= 1e5 || size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
+    return size >= 1e5 || size < 1e-3 ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(4)));
   }
 
   // ---------------------------------------------------------------------------- curves
@@ -37,7 +37,7 @@
   class Chart {
     constructor(place, chart) {
       this.lines = chart.lines;
-      this.box = { left: 52, right: 322, top: 8, bottom: 132 };
+      this.box = { left: 52, right: 314, top: 8, bottom: 132 };
       const steps = this.lines.flatMap((line) => line.step);
       this.all = [Math.min(...steps), Math.max(...steps)];
       if (this.all[0] === this.all[1]) this.all[1] += 1;
@@ -47,6 +47,7 @@
         "aria-label": `${chart.title}: arrow keys read values, + and - zoom, 0 shows all` });
       this.said = element("p", { class: "readout", "aria-live": "polite" });
       place.append(this.svg, this.said);
+      if (this.lines.some((line) => line.run > 0)) place.append(this.legend());
       this.svg.addEventListener("pointermove", (e) => this.move(e));
       this.svg.addEventListener("pointerdown", (e) => { this.from = this.step(e); this.svg.setPointerCapture(e.pointerId); });
       this.svg.addEventListener("pointerup", (e) => this.drop(e));
@@ -135,6 +136,18 @@
       }
       this.svg.replaceChildren(...parts);
       this.said.textContent = told.join("; ");
+    }
+
+    legend() {
+      const list = element("p", { class: "names" });
+      this.lines.forEach((line, k) => {
+        const key = element("svg", { viewBox: "0 0 18 6", class: "chart" });
+        key.append(element("path", { d: "M0,3L18,3", class: this.style(line, k) }));
+        const item = element("span", { title: line.name });
+        item.append(key, element("span", {}, `${line.name}, ${line.label}`));
+        list.append(item);
+      });
+      return list;
     }
 
     style(line, k) {

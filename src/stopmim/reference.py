@@ -1,12 +1,11 @@
 """You are here: what a run of ours measured of itself, to set beside a run of the same kind.
 
-Each `.jsonl` file here is one: its first line says what was trained on what, the others are those
+Each file of references/ is one: its first line says what was trained on what, the others are those
 of its metrics.jsonl, at most a hundred, with the share of the training in place of the step.
-``python -m stopmim.reference RUN FILE NAME`` writes one from a finished run.
+`write` makes one of a finished run; it is measured more often than others (runtime.health_every).
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from stopmim.config import Config
 from stopmim.run import Run, write_whole
 
+FILES = Path(__file__).parent / "references"
 LINES = 100
 KEYS = (
     *("loss", "target_std", "predicted_std", "grad_norm", "norm_A", "norm_mask_token"),
@@ -47,7 +47,7 @@ def kind(config: Config) -> dict[str, Any]:
 
 def reference(config: Config) -> Reference | None:
     """The reference of the kind of `config`, if there is one."""
-    for path in sorted(Path(__file__).parent.glob("*.jsonl")):
+    for path in sorted(FILES.glob("*.jsonl")):
         about, *rows = map(json.loads, path.read_text(encoding="ascii").splitlines())
         if about["kind"] == kind(config):
             return Reference(about["name"], rows)
@@ -74,7 +74,3 @@ def write(run: Run, path: Path, name: str) -> None:
 def _thin(row: Row, share: float) -> dict[str, float]:
     known: Sequence[str] = [key for key in KEYS if key in row]
     return {"share": round(share, 4)} | {key: float(f"{row[key]:.4g}") for key in known}
-
-
-if __name__ == "__main__":
-    write(Run(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])
