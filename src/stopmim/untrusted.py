@@ -72,12 +72,13 @@ def read_json(path: Path) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what `error` says, and not torch's advice to trust the file."""
+    """The first sentence of what `error` says, and not torch's advice to trust the file."""
     text = str(error)
     if "weights_only" in text:
         asked = re.search(r"GLOBAL ([\w.]+)", text)
         return "it holds more than tensors" + (f": it asks for {asked[1]}" if asked else "")
-    return (text.splitlines() or [type(error).__name__])[0][:200]
+    line = (text.splitlines() or [type(error).__name__])[0]
+    return re.split(r"\. (?=[A-Z])", line)[0][:200]
 
 
 def _safetensors(path: Path, size: int) -> dict[str, Tensor]:
