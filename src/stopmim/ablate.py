@@ -29,7 +29,7 @@ from stopmim.run import claimed, read_jsonl
 from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
 
-SCENES = 4096  # to pretrain on, if nothing is given
+SCENES = 8192  # to pretrain on, if nothing is given
 NO_SEED = -1  # of an encoder that others trained
 
 
