@@ -220,19 +220,22 @@ def forge(out: Path, step: Path, **config: Any) -> None:
     (out / "manifest.json").write_text(json.dumps(manifest))
 
 
-ALL_COMMANDS = """
+# Every file to `inspect`, and to one of the two others in turn: all three would take seconds more.
+COMMANDS = """
 import contextlib, io, json, resource, sys
 from stopmim.cli import main
 import stopmim.export, stopmim.evals.files, stopmim.identify, stopmim.mim
 memory = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (memory + int(sys.argv[1]),) * 2)
 said = {}
-for name in sys.argv[2:]:
-    for command, words in {
-        "inspect": ["inspect", name],
+for i, name in enumerate(sys.argv[2:]):
+    other = {
         "export": ["export", name, "--to", "safetensors", "--out", "out " + name],
         "features": ["features", "scenes:4:16", "--encoder", name, "--out", f"{name}.npz"],
-    }.items():
+    }
+    if not name.startswith("fine"):
+        del other[["export", "features"][i % 2]]
+    for command, words in {"inspect": ["inspect", name], **other}.items():
         with contextlib.redirect_stderr(io.StringIO()) as err:
             code = main(words)
         said[f"{name}/{command}"] = code, err.getvalue()
@@ -242,7 +245,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What every command says to every file, in one process with little memory."""
+    """What commands say to every file, in one process with little memory."""
     root = tmp_path_factory.mktemp("hostile")
     for name, content in files().items():
         (root / name).write_bytes(content)
@@ -250,19 +253,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     save_file(good(), root / "fine.safetensors")
     names = sorted(path.name for path in root.iterdir())
     done = subprocess.run(
-        [sys.executable, "-c", ALL_COMMANDS, str(MEMORY), *names],
+        [sys.executable, "-c", COMMANDS, str(MEMORY), *names],
         cwd=root, capture_output=True, text=True, check=False, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), root
 
 
-def test_every_hostile_file_is_one_line_and_exit_code_4_in_every_command(
+def test_every_hostile_file_is_one_line_and_exit_code_4(
     answers: tuple[dict[str, Any], Path],
 ) -> None:
     said, _ = answers
     bad = {key: value for key, value in said.items() if not key.startswith("fine.")}
-    assert len(bad) >= 3 * 50
+    assert len(bad) >= 2 * 50
     for key, (code, text) in bad.items():
         assert code == 4, (key, code, text)
         assert text.startswith("stopmim: error: "), (key, text)

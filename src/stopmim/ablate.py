@@ -29,7 +29,7 @@ from stopmim.run import claimed, read_jsonl
 from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
 
-SCENES = 8192  # to pretrain on, if nothing is given
+SCENES = 4096  # to pretrain on, if nothing is given
 NO_SEED = -1  # of an encoder that others trained
 
 
@@ -96,7 +96,7 @@ def plan(
     name: str,
     *,
     data: str | None = None,
-    preset: str | Path | Config = "tiny_cpu",
+    preset: str | Path | Config = "tiny_cpu_quick",
     seeds: int = 1,
     rows: Sequence[str] = (),
     out: str | Path = "runs/ablate",

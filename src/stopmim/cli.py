@@ -101,7 +101,7 @@ class Ablate:
     """show the tables, or the rows of one, with the numbers of the paper"""
     data: Annotated[str | None, arg(metavar="DATA")] = None
     """to pretrain on; default: scenes:4096 of the preset's size"""
-    preset: Annotated[str, arg(metavar="NAME|FILE")] = "tiny_cpu"
+    preset: Annotated[str, arg(metavar="NAME|FILE")] = "tiny_cpu_quick"
     """what the rows change: see `stopmim presets`, or a YAML file"""
     seeds: int = 1
     """of every row"""
