@@ -224,6 +224,26 @@ def mae_b16_stop() -> Config:
     return mae_b16().model_copy(update={"positions": PositionsConfig()})
 
 
+def continue_b16() -> Config:
+    """Goes on from a ViT-B/16 of somebody, on images of your own: give it --init.
+
+    ``stopmim pretrain my_images --preset continue_b16 --out runs/mine --init ijepa.pth.tar``
+    Cost: 100 epochs of your images at the speed of `vit_b16_stop`. Not measured: the predictor is
+    new and its first gradients are of no use to a good encoder, hence the low rate after a long
+    warm-up, and a target encoder that begins almost still.
+    """
+    return Config(
+        optim=OptimConfig(
+            epochs=100,
+            batch_size=1024,
+            lr=2e-4,
+            start_lr=2e-5,
+            warmup_epochs=10,
+            ema=(0.9995, 1.0),
+        )
+    )
+
+
 def small_images() -> Config:
     """ViT-S/8 for images of 32 to 96 px on one GPU; the starting point, not yet a tuned recipe.
 
@@ -333,6 +353,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
         vit_h16_ijepa_released,
         mae_b16,
         mae_b16_stop,
+        continue_b16,
         small_images,
         tiny_cpu,
         tiny_cpu_quick,
