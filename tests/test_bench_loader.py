@@ -1,6 +1,7 @@
 """The loader's benchmark measures what it says. Its figures are the machine's: not tested."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,18 @@ def test_every_pipeline_has_a_rate_and_a_ratio_to_the_usual_one(
     (page,) = (tmp_path / "out").iterdir()
     assert page.name.startswith("loader_")
     assert text in page.read_text()
+
+
+def test_an_index_is_timed_anew_and_kept_and_scenes_are_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("INDEXED", 200), ("RENDERED", 4), ("SETTLED_NS", 0)):
+        monkeypatch.setattr(bench_loader, name, value)
+    before = dict(os.environ)
+    lines = [json.loads(line) for line in bench_loader.bench_index(rounds=1).splitlines()]
+    assert [line["bench"] for line in lines[1:3]] == ["200 files, anew", "200 files, kept"]
+    assert lines[3]["images_per_s"] > 1
+    assert dict(os.environ) == before
 
 
 def test_without_the_fast_path_pillow_decodes(tmp_path: Path) -> None:

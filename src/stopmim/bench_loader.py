@@ -6,12 +6,14 @@ have: Pillow decodes, crops, resizes and flips, then a float tensor is normalise
 worker. Ours ends where a worker ends too, with a uint8 batch: normalisation is the GPU's work.
 """
 
+import contextlib
 import io
+import os
 import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from PIL import Image
 from stopmim.bench import machine, written
 from stopmim.config import Config, OptimConfig, RuntimeConfig
 from stopmim.data import Images, loader, open_images
+from stopmim.data.cache import SETTLED_NS
 from stopmim.data.decode import decode
+from stopmim.data.scenes import Scenes
 from stopmim.data.transforms import MEAN, STD, crop_box, resized_crop
 from stopmim.data.workers import cores
 
 FILES, BATCH, SIZE, SCALE = 200, 40, 224, (0.3, 1.0)
+INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
 
 
 def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
@@ -41,6 +46,41 @@ def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
     finally:
         torch.set_num_threads(threads)
     return written(lines, out, "loader")
+
+
+def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
+    """Times what comes before the first image: the index of a folder, and rendered scenes."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "images"
+        for i in range(100):
+            (root / f"{i:02}").mkdir(parents=True)
+        for i in range(INDEXED):
+            (root / f"{i % 100:02}" / f"{i}.jpg").touch()
+        time.sleep(SETTLED_NS / 1e9)  # no index is kept of a folder that may still be changing
+        with _cache_at(""):
+            anew = _in_turn({"": lambda: open_images(root)}, rounds)[""]
+        with _cache_at(str(Path(folder) / "cache")):
+            kept = _in_turn({"": lambda: open_images(root)}, rounds)[""]
+    rendered = _in_turn({"": lambda: Scenes(RENDERED, 64)}, rounds)[""]
+    about = {"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}
+    seconds = [
+        {"bench": f"{INDEXED} files, {what}", "seconds": round(statistics.median(times), 2)}
+        | {"min": round(min(times), 2), "max": round(max(times), 2)}
+        for what, times in (("anew", anew), ("kept", kept))
+    ]
+    return written([about, *seconds, _line("scenes of 64 px", rendered, RENDERED)], out, "index")
+
+
+@contextlib.contextmanager
+def _cache_at(place: str) -> Iterator[None]:
+    before = os.environ.get("STOPMIM_CACHE")
+    os.environ["STOPMIM_CACHE"] = place
+    try:
+        yield
+    finally:
+        del os.environ["STOPMIM_CACHE"]
+        if before is not None:
+            os.environ["STOPMIM_CACHE"] = before
 
 
 def _measure(root: Path, rounds: int) -> list[dict[str, Any]]:
@@ -142,8 +182,8 @@ def _in_turn(
     return times
 
 
-def _line(what: str, seconds: list[float]) -> dict[str, Any]:
-    images = FILES * (4 if what.startswith("loader") else 1)
+def _line(what: str, seconds: list[float], images: int | None = None) -> dict[str, Any]:
+    images = images or FILES * (4 if what.startswith("loader") else 1)
     rates = sorted(images / s for s in seconds)
     return {
         "bench": what,

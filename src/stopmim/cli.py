@@ -329,7 +329,7 @@ class Features:
 class Bench:
     """Measure speed; one JSON line for each figure."""
 
-    what: Positional[Literal["step", "masks", "growth", "loader", "probe"]]
+    what: Positional[Literal["step", "masks", "growth", "loader", "index", "probe"]]
     """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
     loader: reading images, against the usual pipeline; probe: linear classifiers"""
     preset: str | None = None
@@ -362,6 +362,10 @@ class Bench:
                 from stopmim.bench_loader import bench_loader
 
                 print(bench_loader(**options))
+            case "index":
+                from stopmim.bench_loader import bench_index
+
+                print(bench_index(**options))
             case "probe":
                 from stopmim.bench_probe import bench_probe
 
