@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stopmim.activation import gelu
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.plan import configure
 from stopmim.runtime import compiled
-from stopmim.train import compare, draw_masks, draw_noise, pretrain, train_step
+from stopmim.train import comparison, draw_masks, draw_noise, find_cells, pretrain, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -57,13 +58,23 @@ def test_short_attention_is_attention(batch: int, n: int, heads: int, d: int, fi
         assert (a.double() - b).abs().max() < 2**-7 * max(1.0, float(b.abs().max()))
 
 
-def updates(compile_: str, n: int, strict_from: int | None = None) -> list[float]:
+def test_a_compiled_gelu_is_gelu() -> None:
+    x = torch.linspace(-8, 8, 2**16, device="cuda").bfloat16().requires_grad_()
+    expected = F.gelu(x.double())
+    found = torch.compile(gelu, dynamic=False)(x)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    (found_slope,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-6)
+
+
+def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
     """The losses of `n` updates; from `strict_from` on, waiting for the device is an error."""
-    config = configure("vit_b16_stop", SMALL | {"runtime.compile": compile_})
+    config = configure("vit_b16_stop", SMALL | {"runtime.compile": compile_} | more)
     device = torch.device("cuda")
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
-    loss = compiled(compare, config, device)
+    loss = compiled(comparison(config), config, device)
     part = slice(0, config.optim.batch_size)
     generator = torch.Generator(device).manual_seed(0)
     images = torch.randn(part.stop, 3, 64, 64, generator=generator, device=device)
@@ -78,7 +89,7 @@ def updates(compile_: str, n: int, strict_from: int | None = None) -> list[float
             noise = draw_noise(model.predictor, masks, part, config, step, torch.bfloat16)
             values = train_step(
                 model,
-                iter([(Batch(images, *masks), noise)]),
+                iter([(Batch(images, *masks, find_cells(config, step, masks.targets)), noise)]),
                 optimizer,
                 momentum=0.996,
                 amp=torch.bfloat16,
@@ -95,8 +106,32 @@ def test_compiled_and_plain_training_give_the_same_losses() -> None:
     torch.testing.assert_close(updates("on", 12), updates("off", 12), rtol=5e-3, atol=0)
 
 
+def test_recorded_and_compiled_training_give_the_same_losses() -> None:
+    torch.testing.assert_close(updates("auto", 12), updates("on", 12), rtol=5e-3, atol=0)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "jitter": {"positions.kind": "jitter", "positions.sigma": 1.0},
+    "conditioned": {"positions.covariance": "conditioned"},
+    "untied": {"positions.covariance": "untied"},
+    "both": {"positions.tokens": "both"},
+    "lowres": {"positions": {"kind": "sincos"}, "lowres": "bilinear"},
+    "pixels": {
+        "target": "pixels",
+        "class_token": True,
+        "masking": {"kind": "random"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_compiled_to_what_it_is(name: str) -> None:
+    compiled_, plain = (updates(how, 4, **VARIANTS[name]) for how in ("on", "off"))
+    torch.testing.assert_close(compiled_, plain, rtol=5e-3, atol=0)
+
+
 def test_nothing_waits_for_the_device_between_log_points() -> None:
-    assert len(updates("on", 40, strict_from=20)) == 40
+    assert len(updates("auto", 40, strict_from=20)) == 40
 
 
 def test_waiting_for_the_device_would_be_noticed() -> None:

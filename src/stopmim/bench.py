@@ -53,6 +53,7 @@ def bench_step(
     *,
     masks: Masks = "own",
     twin: bool = True,
+    profile: bool = False,
     rounds: int = 10,
     out: Path | None = None,
 ) -> str:
@@ -62,6 +63,7 @@ def bench_step(
         masks: "published" takes the token counts of the released masks, "own" the likeliest shape
             of this config's.
         twin: times the sine-cosine twin of a StoP config too, and gives the ratios.
+        profile: adds what the time of a step goes to, kernel by kernel.
         rounds: how often each is measured, in turn.
         out: a folder for a dated Markdown file with the lines.
     """
@@ -112,7 +114,47 @@ def bench_step(
                 "rounds": rounds,
             }
         )
+    if profile:
+        lines += kernels(steps[base.positions.kind].update, device)
     return written(lines, out, f"step_{base.arch}")
+
+
+# What a kernel is for, by its name; the first that fits. Inductor's all begin with triton_.
+KINDS = {
+    "GELU, norms, residuals, sums": "triton_",
+    "attention": "flash|fmha|attention",
+    "matrix products": "gemm|nvjet|cutlass|xmma",
+    "optimizer and EMA": "multi_tensor_apply|adam",
+}
+
+
+def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> list[dict[str, Any]]:
+    """Milliseconds per update of every kind of kernel, and of the longest ones by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    _wait(device)
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as seen:
+        for _ in range(n):
+            update()
+        _wait(device)
+    spent: dict[str, tuple[float, float]] = {}  # name -> ms and calls per update
+    for event in seen.key_averages():
+        ms = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if ms:
+            spent[event.key] = (ms / 1e3 / n, event.count / n)
+    kinds: dict[str, float] = {}
+    for name, (ms, _) in spent.items():
+        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, name)), "other")
+        kinds[kind] = kinds.get(kind, 0.0) + ms
+    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:30]
+    return [
+        {"bench": "step kernels"} | {kind: round(ms, 3) for kind, ms in sorted(kinds.items())},
+        *(
+            {"bench": "step kernel", "name": name[:100], "ms": round(ms, 3), "calls": round(calls)}
+            for name, (ms, calls) in longest
+        ),
+    ]
 
 
 def bench_masks(
@@ -138,9 +180,9 @@ def bench_masks(
     return written([line], out, f"masks_{config.arch}")
 
 
-# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 256.
+# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
 GROWTH: dict[str, list[Any]] = {
-    "optim.batch_size": [64, 128, 256, 512, 1024],
+    "optim.batch_size": [64, 128, 256, 512],
     "masking.context_length": [28, 55, 82],
     "masking.targets": [1, 2, 4, 6],
     "predictor.depth": [3, 6, 12],
@@ -151,23 +193,28 @@ GROWTH: dict[str, list[Any]] = {
 def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
     """How the time of a step grows with batch, tokens, targets, depth and image size; JSON lines.
 
-    One thing is varied at a time. With `out`, and matplotlib, there is a figure of it too.
+    One thing is varied at a time, and all are timed in turn. `draw_growth` makes a figure of it.
     """
+    own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
+    varied = [(key, value) for key, values in GROWTH.items() for value in values]
+    configs = [configure("vit_b16_stop", own | changes | {key: value}) for key, value in varied]
+    device = choose_device(configs[0].runtime.device)
+    steps: dict[str, Step] = {}
+    for (key, value), config in zip(varied, configs, strict=True):
+        if config.model_dump_json() not in steps:
+            steps[config.model_dump_json()] = step = prepare(config, "own")
+            say(f"{key} {value}: compiled in {step.compile_seconds} s")
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(_seconds(step.update, device))
     lines = []
-    for key, values in GROWTH.items():
-        for value in values:
-            own = {"arch": "vit_s16", "optim.batch_size": 256, "masking.context_scale": (1.0, 1.0)}
-            config = configure("vit_b16_stop", own | changes | {key: value})
-            device = choose_device(config.runtime.device)
-            step = prepare(config, "own")
-            times = [_seconds(step.update, device) for _ in range(rounds)]
-            line = {"bench": "growth", "varied": key, "value": value, **_of(config)}
-            line |= _spread(times, config.optim.batch_size)
-            line |= {"peak_memory_mib": step.memory, **step.tokens, **_machine(config)}
-            say(f"{key} {value}: {line['ms']} ms")
-            lines.append(line)
-            del step
-            gc.collect()
+    for (key, value), config in zip(varied, configs, strict=True):
+        step, taken = steps[config.model_dump_json()], times[config.model_dump_json()]
+        line = {"bench": "growth", "varied": key, "value": value, **_of(config)}
+        line |= _spread(taken, config.optim.batch_size)
+        line |= {"peak_memory_mib": step.memory, **step.tokens, **_machine(config)}
+        lines.append(line)
     return written(lines, out, "growth")
 
 
@@ -209,7 +256,7 @@ def prepare(config: Config, masks: Masks) -> Step:
         raise UserError(f"bench: does not know lowres {config.lowres}; leave it out")
     device = choose_device(config.runtime.device)
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    before = _reserved(device)
     update, shapes = _update(config, masks, device)
     begin = time.perf_counter()
     update()
@@ -219,9 +266,10 @@ def prepare(config: Config, masks: Masks) -> Step:
         update()
     memory = None
     if device.type == "cuda":
+        _reserved(device)
         torch.cuda.reset_peak_memory_stats()
         update()
-        memory = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+        memory = round((torch.cuda.max_memory_reserved() - before) / 2**20, 1)
     return Step(
         update,
         count_flops(config, shapes),
@@ -229,6 +277,16 @@ def prepare(config: Config, masks: Masks) -> Step:
         round(compile_seconds, 1),
         {"context": shapes.context.shape[1], "target": shapes.targets.shape[2]},
     )
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes that are taken from the GPU and in use. CUDA graphs have theirs outside of the count of
+    what is allocated."""
+    if device.type == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _update(

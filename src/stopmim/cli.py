@@ -340,6 +340,8 @@ class Bench:
     """probe: the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
     twin: bool = True
     """step: time the sine-cosine twin of a StoP preset too, in turn, and print the ratios"""
+    profile: bool = False
+    """step: what its time goes to, kernel by kernel"""
     rounds: int = 10
     """how often each is measured"""
     out: Path | None = None
@@ -352,7 +354,7 @@ class Bench:
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
-                options |= {"masks": self.masks, "twin": self.twin}
+                options |= {"masks": self.masks, "twin": self.twin, "profile": self.profile}
                 print(bench.bench_step(self.preset, self.changes, **options))
             case "masks":
                 print(bench.bench_masks(self.preset, self.changes, **options))

@@ -30,7 +30,7 @@ def _exponentials(q, k, columns, n, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _attention_forward(  # type: ignore[no-untyped-def]
     qkv, out, scale, n, first, heads, D: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr
 ):
     image, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -51,7 +51,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(  # type: ignore[no-untyped-def]
+def _attention_backward(  # type: ignore[no-untyped-def]
     qkv, grad_out, grad, scale, n, first, heads,
     D: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def short_attention(qkv: Tensor, heads: int, first: int) -> Tensor:
     batch, n, d = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * heads)
     out = qkv.new_empty(batch, n - first, heads * d)
     grid = (batch * heads,)
-    _forward[grid](qkv.contiguous(), out, d**-0.5, n, first, heads, d, **_tiles(n, d))
+    _attention_forward[grid](qkv.contiguous(), out, d**-0.5, n, first, heads, d, **_tiles(n, d))
     return out
 
 
@@ -105,7 +105,7 @@ def short_attention_backward(qkv: Tensor, grad_out: Tensor, heads: int, first: i
     batch, n, d = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * heads)
     grad = torch.empty_like(qkv)
     grid = (batch * heads,)
-    _backward[grid](qkv, grad_out, grad, d**-0.5, n, first, heads, d, **_tiles(n, d))
+    _attention_backward[grid](qkv, grad_out, grad, d**-0.5, n, first, heads, d, **_tiles(n, d))
     return grad
 
 

@@ -330,7 +330,7 @@ def _train(
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-    loss = compiled(comparison(config), config, device)
+    loss = compiled(comparison(config), config, device, alone=world.store is None)
 
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stopmim.activation import gelu
 from stopmim.arch import parse_arch
 from stopmim.attention import attend
 from stopmim.positions import sincos_2d
@@ -78,7 +79,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(gelu(self.fc1(x)))
 
 
 class Block(nn.Module):
