@@ -24,7 +24,7 @@ from stopmim.errors import UserError
 from stopmim.jobs import Entry, carried, carry_out, places, updates_of
 from stopmim.plan import configure
 from stopmim.presets import PRESETS
-from stopmim.report import ablation
+from stopmim.report import ablation, record
 from stopmim.run import claimed, read_jsonl
 from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
@@ -78,6 +78,14 @@ class Outcome:
     updates: int
     seconds: float
 
+    @classmethod
+    def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
+        """As it was when `record.write` wrote this, but for rounding."""
+        last = tree["curve"][-1] if tree["curve"] else {}
+        names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
+        norms = (last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None
+        return cls(**{name: tree[name] for name in names}, norms=norms)
+
 
 def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
     """Carries out what was planned, `jobs` runs at a time, and writes the table to `out`/`name`.
@@ -89,6 +97,7 @@ def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
         problems = carry_out(f"ablate {planned.name}", planned.trials, free)
         found = [outcome(entry, problems.get(entry.trial.path, "")) for entry in planned.entries]
         page = ablation.write(planned, found)
+        record.write(planned, found)
     return Ablation(found, page, ablation.terminal(planned, found))
 
 
@@ -108,6 +117,7 @@ def plan(
     """All runs of a table, every config proved to work and all data to be there; trains nothing.
 
     Args:
+        name: of a table of the paper, or a YAML file with one of your own.
         data: to pretrain on; without it, scenes of the preset's size.
         seeds: of every row, from the preset's on.
         rows: names of rows; none: all.
@@ -140,7 +150,7 @@ def plan(
         raise UserError("\n".join(dict.fromkeys(problems)))
     entries += [_borrowed(given, out / "runs", data, asked) for given in checkpoints]
     shown = preset.arch if isinstance(preset, Config) else str(preset)
-    return Plan(name, table, shown, base, data, tuple(entries), out)
+    return Plan(Path(name).stem, table, shown, base, data, tuple(entries), out)
 
 
 def _stock(data: str) -> tuple[str, int, int]:
