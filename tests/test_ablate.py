@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import results
 from stopmim import ablate
 from stopmim.ablations import TABLES, find, listing, printed
 from stopmim.cli import main
@@ -472,8 +473,12 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     again = ablate.Outcome.of_record(one)
     assert (again.row, again.seed, again.updates) == ("StoP", 0, 2)
     assert again.norms == pytest.approx(stop.norms, rel=1e-3)
+    assert (again.rank, stop.rank) == (None, None)  # health was not measured
     assert [a["value"] for a in again.answers] == [a["value"] for a in stop.answers]
     assert str(tmp_path) not in json.dumps(one)  # nobody learns where it was
+    study = results.read(tmp_path / "positions" / "records")
+    assert [line.name for line in study.lines] == ["sine-cosine", "learned", "StoP"]  # in order
+    assert study.outcomes[2] == again
 
 
 def page_records(planned: ablate.Plan) -> list[Path]:

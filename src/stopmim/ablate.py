@@ -77,14 +77,13 @@ class Outcome:
     norms: tuple[float, float] | None  # of A and m~, at the end
     updates: int
     seconds: float
+    rank: float | None = None  # RankMe, at the end
 
     @classmethod
     def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
         """As it was when `record.write` wrote this, but for rounding."""
-        last = tree["curve"][-1] if tree["curve"] else {}
         names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
-        norms = (last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None
-        return cls(**{name: tree[name] for name in names}, norms=norms)
+        return cls(**{name: tree[name] for name in names}, **_at_the_end(tree["curve"]))
 
 
 def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
@@ -193,10 +192,20 @@ def outcome(entry: Entry, problem: str) -> Outcome:
         answers=trial.answers() or [],
         problem=problem,
         verdict=diagnose(metrics).verdict if metrics else "-",
-        norms=(last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
         updates=last.get("step", 0),
         seconds=training_seconds(metrics, batch),
+        **_at_the_end(metrics),
     )
+
+
+def _at_the_end(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of an outcome, what the last lines of metrics.jsonl tell."""
+    last = metrics[-1] if metrics else {}
+    measured = ([row for row in metrics if "target_rank" in row] or [{}])[-1]
+    return {
+        "norms": (last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
+        "rank": measured.get("feature_rank", measured.get("target_rank")),  # not that of pixels
+    }
 
 
 # ------------------------------------------------------------------------------ before the start

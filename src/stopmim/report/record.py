@@ -37,12 +37,13 @@ def record(planned: "Plan", entry: "Entry", outcome: "Outcome") -> dict[str, Any
         about = run.about
     except UserError:  # it did not get so far, or nothing was trained
         about = {"data": {"source": planned.data}, "starts": [{}]}
-    metrics = run.metrics
-    start = about["starts"][-1]
+    metrics, start = run.metrics, about["starts"][-1]
+    untrained = metrics[0].get("random_init", {}) if metrics else {}
     return {
         "table": planned.name,
         "about": planned.table.about,
         "baseline": planned.table.baseline,
+        "rows": [row.name for row in planned.table.rows],
         "row": outcome.row,
         "seed": outcome.seed,
         "run": outcome.run,
@@ -55,18 +56,18 @@ def record(planned: "Plan", entry: "Entry", outcome: "Outcome") -> dict[str, Any
         "problem": outcome.problem,
         "verdict": outcome.verdict,
         "answers": [answer | {"encoder": outcome.run} for answer in outcome.answers],
-        "random_init": metrics[0].get("random_init", {}) if metrics else {},
+        "random_init": rounded(untrained, [*untrained]),
         "curve": [rounded(row, CURVE) for row in thinned(metrics, LINES)],
     }
 
 
 def as_text(tree: Mapping[str, Any]) -> str:
-    """JSON with a line for every key, answer and point of the curve: small, and fit for a diff."""
+    """JSON with a line for every key, answer and line of the curve: small, and fit for a diff."""
     lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in tree.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _value(value: object) -> str:
-    if isinstance(value, list) and value:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
     return json.dumps(value)
