@@ -261,6 +261,7 @@ def _feeding() -> str:
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/configure.md": config_tables,
     "docs/scale.md": scale_tables,
+    "docs/results.md": results.all_tables,
     "README.md": results.all_tables,
 }
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)

@@ -27,6 +27,12 @@ def test_the_tables_of_a_page_are_not_stale(page: str) -> None:
     assert tables.page(page) == (tables.ROOT / page).read_text(), "run `make tables`"
 
 
+def test_the_page_of_results_has_every_study_and_no_number_that_was_typed() -> None:
+    text = (tables.DOCS / "results.md").read_text()
+    assert not results.typed_decimals(text), "as <!-- number: NAME --><!-- end -->, `make tables`"
+    assert {study.name for study in results.studies()} <= set(tables.names("docs/results.md"))
+
+
 def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
     wanted = {
         f"results-{study.name}-{what}.svg": f"data {results.data(study, what)}<"
