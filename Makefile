@@ -54,7 +54,7 @@ bench: .venv/base ## time one training step on this machine
 docs: .venv/docs ## build the pages of docs/ and the reference as site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-tables: .venv/dev ## compute the tables in docs/ anew, from the config and from benchmarks/
+tables: .venv/dev ## compute tables and figures of the pages anew, from config, benchmarks/ and results/
 	$(BIN)/python tests/tables.py
 
 dist: .venv/dev ## wheel and source archive in dist/, and a short demo with the wheel in an empty environment

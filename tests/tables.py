@@ -1,12 +1,14 @@
-"""The tables in docs/ that are computed: of every key of a config, and of what a run costs.
+"""What is computed in README and docs/: every key of a config, what a run costs, what was found.
 
-They stand in the pages between two comments; ``make tables`` writes them there anew, and
-test_tables.py fails if one is stale. What a run costs comes from the newest files in benchmarks/,
-so that a new measurement changes the page.
+Tables, and numbers within a sentence, stand in the pages between two comments; ``make tables``
+writes them there anew, and test_tables.py fails if one is stale. What a run costs comes from the
+newest files in benchmarks/, so that a new measurement changes the page; what was found from the
+records in results/, by results.py, with its figures.
 """
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+import results
 from stopmim.bench import BATCH, PUBLISHED
 from stopmim.config import Config, Section
 from stopmim.mim import build
@@ -255,21 +258,35 @@ def _feeding() -> str:
 
 # -------------------------------------------------------------------------------- the pages
 
-PAGES = {"configure.md": config_tables, "scale.md": scale_tables}
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "docs/configure.md": config_tables,
+    "docs/scale.md": scale_tables,
+    "docs/results.md": results.all_tables,
+    "README.md": results.all_tables,
+}
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+_NUMBER = re.compile(r"(<!-- number: (.*?) -->).*?(<!-- end -->)", re.S)
 
 
-def filled(page: str) -> str:
-    """The text of a page with the tables as they are now."""
-    tables = PAGES[page]()
-    return _TABLE.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", (DOCS / page).read_text())
+def filled(text: str, tables: Mapping[str, str], numbers: Mapping[str, str]) -> str:
+    """The text of a page with the tables and numbers as they are now."""
+    text = _TABLE.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", text)
+    return _NUMBER.sub(lambda m: f"{m[1]}{numbers[m[2]]}{m[3]}", text)
 
 
-def names(page: str) -> list[str]:
+def page(name: str) -> str:
+    """What a page should hold now."""
+    return filled((ROOT / name).read_text(), PAGES[name](), results.all_numbers())
+
+
+def names(name: str) -> list[str]:
     """Of the tables that a page has."""
-    return [match[2] for match in _TABLE.finditer((DOCS / page).read_text())]
+    return [match[2] for match in _TABLE.finditer((ROOT / name).read_text())]
 
 
 if __name__ == "__main__":
     for name in PAGES:
-        (DOCS / name).write_text(filled(name))
+        (ROOT / name).write_text(page(name))
+    for name, figure in results.all_figures().items():
+        results.FIGURES.mkdir(exist_ok=True)
+        (results.FIGURES / name).write_text(figure)

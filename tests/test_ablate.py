@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import results
 from stopmim import ablate
 from stopmim.ablations import TABLES, find, listing, printed
 from stopmim.cli import main
@@ -25,6 +26,7 @@ from stopmim.jobs import places, updates_of
 from stopmim.plan import configure
 from stopmim.report import ablation
 from stopmim.report.lines import metric
+from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
 from tiny import tiny
 
@@ -158,6 +160,81 @@ def test_a_list_shows_rows_with_the_numbers_of_the_paper(
         "DINO ViT-B/16      ", "DINO ViT-B/16  "
     )
     assert "0.25" in listing("covariance")
+
+
+# ------------------------------------------------------------------------------ tables of others
+
+
+def own(folder: Path, text: str) -> str:
+    file = folder / "mine.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_table_of_ones_own_has_its_rows_dotted_or_nested(tmp_path: Path) -> None:
+    text = "about: a try\nbaseline: b\nasks: all labels\nrows:\n  a: {predictor.width: 48}\n"
+    file = own(tmp_path, text + "  b: {}\n  c+1_.x: {predictor: {width: 48, depth: 2}}\n")
+    planned = plan(file, tmp_path / "out", seeds=2)
+    assert (planned.name, planned.table.about, planned.table.baseline) == ("mine", "a try", "b")
+    shapes = {(e.row, e.seed): e.trial.config and e.trial.config.predictor for e in planned.entries}
+    found = {(row, seed): (p.width, p.depth) for (row, seed), p in shapes.items() if p}
+    assert found == {
+        (row, seed): shape
+        for row, shape in {"a": (48, 1), "b": (24, 1), "c+1_.x": (48, 2)}.items()
+        for seed in (0, 1)
+    }
+    (asked,) = planned.entries[0].trial.questions
+    assert asked.request["layers"] == "both"  # of all labels
+    assert [e.row for e in plan(file, tmp_path / "out", rows=["c+1_.x"]).entries] == ["c+1_.x"]
+    short = own(tmp_path, "rows:\n  first: {}\n")
+    assert (find(short).baseline, find(short).asks) == ("first", "few labels")
+    assert listing(short) == "mine: mine (not in the paper)\n  first"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "a table needs rows, each as NAME: "),
+        ("- a", "a table needs rows"),
+        ("about: x", "a table needs rows"),
+        ("rows: {}", "a table needs rows"),
+        ("rows: [a, b]", "a table needs rows"),
+        ("rows: {a: {}, a: {}}", "line 1: duplicate key 'a'"),
+        ("row: 1\nrows: {a: {}}", "row: unknown key; there are about, baseline, asks, rows"),
+        ("rows: {a: 3}", "row a: expected {key of the config: value}"),
+        ("rows: {a: {1: 2}}", "row a: expected {key of the config: value}"),
+        ("rows: {a/b: {}}", "row a/b: a name is made of letters, digits and . _ - +"),
+        ("rows: {..: {}}", "row ..: a name is made of letters"),
+        ("rows: {0.5: {}}", "row 0.5: a name is made of letters"),
+        ("rows: {a: {seed: 3}}", "row a: seed is the same for all rows"),
+        ("rows: {a: {runtime.threads: 1}}", "row a: runtime.threads is the same for all rows"),
+        ("baseline: b\nrows: {a: {}}", "baseline b: no such row; there are a"),
+        ("asks: me\nrows: {a: {}}", "asks me: must be one of few labels, all labels"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused_in_a_line_with_the_file(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    file = own(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        find(file)
+    assert str(caught.value).startswith(f"{file}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_of_ones_own_can_neither_hide_another_nor_have_unknown_keys(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot read this table: No such file"):
+        find("nowhere.yaml")
+    for taken in ("positions.yaml", "runs.yml"):
+        with pytest.raises(UserError, match=r"is taken; rename the file"):
+            find(taken)
+    file = own(tmp_path, "rows: {a: {}, wide: {predictor.widht: 384}}")
+    with pytest.raises(UserError) as caught:
+        plan(file, tmp_path)
+    said = 'wide: config: predictor.widht: unknown key; did you mean "predictor.width"?'
+    assert str(caught.value) == said
 
 
 # ------------------------------------------------------------------------------ numbers over seeds
@@ -383,6 +460,29 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     assert [bool(run.answers) for run in found.outcomes] == [False, True, True]
     assert updates_of(new) == updates_of(known) == 2
     assert (known / "results.jsonl").stat().st_mtime_ns == before  # neither trained nor asked again
+    records = {path.name: json.loads(path.read_text()) for path in page_records(planned)}
+    assert list(records) == ["StoP-0.json", "learned-0.json", "sine-cosine-0.json"]
+    failure = records["sine-cosine-0.json"]
+    assert (failure["problem"], failure["curve"]) == (found.outcomes[0].problem, [])
+    assert ablate.Outcome.of_record(failure) == found.outcomes[0]
+    one, stop = records["StoP-0.json"], found.outcomes[2]
+    assert Config.model_validate_json(json.dumps(one["config"])).positions.kind == "stochastic"
+    assert one["data"] == Run(new).about["data"]
+    assert one["environment"].keys() >= {"versions", "git", "device"}
+    assert [row["step"] for row in one["curve"]] == [1, 2]
+    again = ablate.Outcome.of_record(one)
+    assert (again.row, again.seed, again.updates) == ("StoP", 0, 2)
+    assert again.norms == pytest.approx(stop.norms, rel=1e-3)
+    assert (again.rank, stop.rank) == (None, None)  # health was not measured
+    assert [a["value"] for a in again.answers] == [a["value"] for a in stop.answers]
+    assert str(tmp_path) not in json.dumps(one)  # nobody learns where it was
+    study = results.read(tmp_path / "positions" / "records")
+    assert [line.name for line in study.lines] == ["sine-cosine", "learned", "StoP"]  # in order
+    assert study.outcomes[2] == again
+
+
+def page_records(planned: ablate.Plan) -> list[Path]:
+    return sorted((planned.out / planned.name / "records").iterdir())
 
 
 @pytest.mark.slow

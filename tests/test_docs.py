@@ -49,6 +49,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pretrain("my_images", f"runs/{name}", config, stop_at=1)
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
         write_folder(root / part, 40)
+    shutil.copytree(ROOT / "examples", root / "examples")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
 

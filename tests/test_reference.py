@@ -10,7 +10,7 @@ from stopmim import report
 from stopmim.config import Config
 from stopmim.doctor import diagnose, examine
 from stopmim.plan import configure
-from stopmim.reference import FILES, KEYS, LINES, reference, share, write
+from stopmim.reference import FILES, KEYS, LINES, reference, rounded, share, thinned, write
 from stopmim.run import Run
 
 WRITTEN = sorted(FILES.glob("*.jsonl"))
@@ -94,6 +94,25 @@ def test_a_reference_made_of_a_run_has_its_measurements_and_no_more_than_its_sha
     assert about["name"] == "made"
     assert len(rows) < LINES
     assert [row["share"] for row in rows if "skill" in row] == [k / 10 for k in range(11)]
+
+
+def test_a_thinned_curve_keeps_its_end_and_its_measurements_but_never_too_many() -> None:
+    for measured in (0, 7, 60, 61, 500):
+        lines = [{"step": i} | ({"skill": 0.1} if i < measured else {}) for i in range(1000)]
+        kept = thinned(lines, LINES)
+        assert LINES / 2 < len(kept) <= LINES
+        assert kept[-1]["step"] == 999
+        steps = [row["step"] for row in kept]
+        assert steps == sorted(set(steps))
+        health = sum("skill" in row for row in kept)
+        assert health == measured if measured <= 60 else 30 <= health <= 60
+    assert thinned([], LINES) == []
+    short = [{"step": i, "loss": 1 / 3} for i in range(3)]
+    assert thinned(short, LINES) == short
+    assert rounded({"step": 123456, "loss": 1 / 3, "host": "x"}, ("step", "loss")) == {
+        "step": 123456,
+        "loss": 0.3333,
+    }
 
 
 def test_the_share_of_a_run_that_was_trained_on_is_all_of_it() -> None:

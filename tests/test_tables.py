@@ -2,13 +2,17 @@
 
 import re
 import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import results
 import tables
 from stopmim.cli import main
 from stopmim.config import Config, flatten
 from stopmim.presets import PRESETS
+from stopmim.report.record import as_text
 
 CONFIGURE = (tables.DOCS / "configure.md").read_text()
 REFUSED = [
@@ -18,8 +22,27 @@ REFUSED = [
 
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_the_tables_of_a_page_are_not_stale(page: str) -> None:
-    assert set(tables.names(page)) == set(tables.PAGES[page]())
-    assert tables.filled(page) == (tables.DOCS / page).read_text(), "run `make tables`"
+    if tables.PAGES[page] is not results.all_tables:  # of which a page may show some
+        assert set(tables.names(page)) == set(tables.PAGES[page]())
+    assert tables.page(page) == (tables.ROOT / page).read_text(), "run `make tables`"
+
+
+def test_the_page_of_results_has_every_study_and_no_number_that_was_typed() -> None:
+    text = (tables.DOCS / "results.md").read_text()
+    assert not results.typed_decimals(text), "as <!-- number: NAME --><!-- end -->, `make tables`"
+    assert {study.name for study in results.studies()} <= set(tables.names("docs/results.md"))
+
+
+def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
+    wanted = {
+        f"results-{study.name}-{what}.svg": f"data {results.data(study, what)}<"
+        for study in results.studies()
+        for what in ("norms", "accuracy")
+    }
+    there = {path.name: path.read_text() for path in results.FIGURES.glob("results-*.svg")}
+    assert there.keys() == wanted.keys(), "run `make tables`, remove what is not wanted"
+    for name, mark in wanted.items():
+        assert mark in there[name], f"{name}: run `make tables`"
 
 
 def test_every_key_is_named_with_a_meaning() -> None:
@@ -59,3 +82,117 @@ def test_the_hours_in_the_docstrings_of_presets_are_those_of_the_benchmarks() ->
             assert float(said[1]) == pytest.approx(tables.hours(name), rel=0.03), name
             found += 1
     assert found == 16
+
+
+# ------------------------------------------------------------------------------ what was found
+
+
+def write_record(root: Path, row: str, seed: int, value: float, **more: Any) -> None:
+    """A run of "claim", of which the baseline is "plain", as `ablate` records it."""
+    asked = {"name": "accuracy", "protocol": "knn", "label": "class", "on": ""}
+    curve = [
+        {"step": 10, "epoch": 0.5, "norm_A": 2.0, "norm_mask_token": 0.1, "target_rank": 4.0},
+        {"step": 20, "epoch": 1.0, "norm_A": 1.0 + seed, "norm_mask_token": 0.3},
+    ]
+    tree = {
+        "about": "what is claimed",
+        "baseline": "plain",
+        "rows": ["plain", "StoP-0.25"],
+        "row": row,
+        "seed": seed,
+        "run": f"{row}-{seed}",
+        "updates": 20,
+        "seconds": 90.0,
+        "problem": "",
+        "verdict": "healthy",
+        "answers": [asked | {"value": value, "random_init": 0.1}],
+        "curve": curve,
+    }
+    (root / "claim").mkdir(exist_ok=True)
+    (root / "claim" / f"{row}-{seed}.json").write_text(as_text(tree | more))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    for seed, (plain, stop) in enumerate([(0.30, 0.34), (0.50, 0.52)]):
+        write_record(tmp_path, "plain", seed, plain)
+        write_record(tmp_path, "StoP-0.25", seed, stop)
+    return tmp_path
+
+
+def test_tables_of_records_are_those_of_the_ablation_in_the_order_of_its_rows(
+    records: Path,
+) -> None:
+    found = {name: text.splitlines()[2:] for name, text in results.all_tables(records).items()}
+    assert found == {
+        "claim": [
+            "| plain | 40.0 \u00b1 127.1 |",
+            "| StoP-0.25 | 43.0 \u00b1 114.4 |",
+            "| random init | 10.0 |",
+        ],
+        "claim_differences": ["| StoP-0.25 | +3.0 \u00b1 12.7 |"],
+        "claim_health": [
+            f"| {row} | 2 | healthy | 1.500 \u00b1 6.353 | 0.300 \u00b1 0.000 | 4.0 \u00b1 0.0 |"
+            for row in ("plain", "StoP-0.25")
+        ],
+        "claim_cost": [f"| {row} | 20 | 1:30 | 0.22 |" for row in ("plain", "StoP-0.25")],
+    }
+
+
+def test_numbers_in_sentences_are_those_of_the_tables(records: Path) -> None:
+    numbers = results.all_numbers(records)
+    text = (
+        "StoP has <!-- number: claim.StoP-0.25.knn.mean -->9<!-- end -->, "
+        "<!-- number: claim.StoP-0.25.knn.difference --><!-- end --> +/- "
+        "<!-- number: claim.StoP-0.25.knn.difference.half -->\n<!-- end -->, random weights "
+        "<!-- number: claim.random init.knn -->1<!-- end -->, after "
+        "<!-- number: claim.plain.minutes -->?<!-- end -->.\n\n"
+        "<!-- table: claim -->\nold\n<!-- end -->\n"
+    )
+    now = tables.filled(text, results.all_tables(records), numbers)
+    said = re.sub("<!--.*?-->", "", now.split("\n")[0])
+    assert said == "StoP has 43.0, +3.0 +/- 12.7, random weights 10.0, after 1.5."
+    assert "| plain | 40.0" in now
+    assert "old" not in now
+    assert tables.filled(now, results.all_tables(records), numbers) == now
+    assert "claim.plain.knn.difference" not in numbers  # to itself
+    with pytest.raises(KeyError, match=r"claim\.gone"):
+        tables.filled("<!-- number: claim.gone -->1<!-- end -->", {}, numbers)
+
+
+def test_a_run_that_failed_is_in_the_tables_and_its_baseline_may_be_missing(tmp_path: Path) -> None:
+    write_record(tmp_path, "StoP-0.25", 0, 0.5)
+    write_record(tmp_path, "other", 0, 0.5, answers=[], curve=[], problem="not finite", seconds=0.0)
+    assert "| other | - |" in results.all_tables(tmp_path)["claim"]
+    assert "| other | 1 | not finite | - | - | - |" in results.all_tables(tmp_path)["claim_health"]
+    numbers = results.all_numbers(tmp_path)
+    assert numbers["claim.StoP-0.25.knn.mean"] == "50.0"
+    assert not [name for name in numbers if "difference" in name or name.endswith("other.minutes")]
+    assert results.all_figures(tmp_path)
+
+
+def test_figures_are_equal_when_drawn_again_and_say_which_data_they_show(records: Path) -> None:
+    first = results.all_figures(records)
+    assert results.all_figures(records) == first
+    assert set(first) == {"results-claim-norms.svg", "results-claim-accuracy.svg"}
+    (study,) = results.studies(records)
+    marks = {what: results.data(study, what) for what in ("norms", "accuracy")}
+    for what, mark in marks.items():
+        assert f"data {mark}<" in first[f"results-claim-{what}.svg"]
+        assert "StoP-0.25" in first[f"results-claim-{what}.svg"]
+    write_record(records, "plain", 0, 0.31)  # which says nothing new of norms
+    (study,) = results.studies(records)
+    assert results.data(study, "norms") == marks["norms"]
+    assert results.data(study, "accuracy") != marks["accuracy"]
+
+
+def test_a_typed_result_is_found_and_what_is_no_result_is_not() -> None:
+    typed = "It gains 1.5 points, 2.5x, (+3.25 %) and -4.0. Then 6.75, the row StoP-0.25 too."
+    assert results.typed_decimals(typed) == ["1.5", "2.5", "3.25", "4.0", "6.75", "0.25"]
+    fine = (
+        "On 2026-11-15, with torch 2.13.0 and `sigma 0.0625`, 3 seeds.\n"
+        "See [it](figures/results-0.5.svg). <!-- number: a.b-0.25.c -->12.3<!-- end --> percent\n"
+        "<!-- table: a -->\n\n| b | 1.5 |\n\n<!-- end -->\n\n"
+        "```sh\nstopmim ablate claim.yaml --positions.sigma 0.0625\n```\n"
+    )
+    assert results.typed_decimals(fine) == []

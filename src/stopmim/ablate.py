@@ -24,7 +24,7 @@ from stopmim.errors import UserError
 from stopmim.jobs import Entry, carried, carry_out, places, updates_of
 from stopmim.plan import configure
 from stopmim.presets import PRESETS
-from stopmim.report import ablation
+from stopmim.report import ablation, record
 from stopmim.run import claimed, read_jsonl
 from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
@@ -77,6 +77,13 @@ class Outcome:
     norms: tuple[float, float] | None  # of A and m~, at the end
     updates: int
     seconds: float
+    rank: float | None = None  # RankMe, at the end
+
+    @classmethod
+    def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
+        """As it was when `record.write` wrote this, but for rounding."""
+        names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
+        return cls(**{name: tree[name] for name in names}, **_at_the_end(tree["curve"]))
 
 
 def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
@@ -89,6 +96,7 @@ def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
         problems = carry_out(f"ablate {planned.name}", planned.trials, free)
         found = [outcome(entry, problems.get(entry.trial.path, "")) for entry in planned.entries]
         page = ablation.write(planned, found)
+        record.write(planned, found)
     return Ablation(found, page, ablation.terminal(planned, found))
 
 
@@ -108,6 +116,7 @@ def plan(
     """All runs of a table, every config proved to work and all data to be there; trains nothing.
 
     Args:
+        name: of a table of the paper, or a YAML file with one of your own.
         data: to pretrain on; without it, scenes of the preset's size.
         seeds: of every row, from the preset's on.
         rows: names of rows; none: all.
@@ -140,7 +149,7 @@ def plan(
         raise UserError("\n".join(dict.fromkeys(problems)))
     entries += [_borrowed(given, out / "runs", data, asked) for given in checkpoints]
     shown = preset.arch if isinstance(preset, Config) else str(preset)
-    return Plan(name, table, shown, base, data, tuple(entries), out)
+    return Plan(Path(name).stem, table, shown, base, data, tuple(entries), out)
 
 
 def _stock(data: str) -> tuple[str, int, int]:
@@ -183,10 +192,20 @@ def outcome(entry: Entry, problem: str) -> Outcome:
         answers=trial.answers() or [],
         problem=problem,
         verdict=diagnose(metrics).verdict if metrics else "-",
-        norms=(last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
         updates=last.get("step", 0),
         seconds=training_seconds(metrics, batch),
+        **_at_the_end(metrics),
     )
+
+
+def _at_the_end(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of an outcome, what the last lines of metrics.jsonl tell."""
+    last = metrics[-1] if metrics else {}
+    measured = ([row for row in metrics if "target_rank" in row] or [{}])[-1]
+    return {
+        "norms": (last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
+        "rank": measured.get("feature_rank", measured.get("target_rank")),  # not that of pixels
+    }
 
 
 # ------------------------------------------------------------------------------ before the start

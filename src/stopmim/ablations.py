@@ -5,22 +5,32 @@ it has a figure without numbers, only what its text states is quoted, as a note.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stopmim.arch import parse_arch
 from stopmim.config import Config, MaskingConfig, OptimConfig, PositionsConfig
 from stopmim.errors import UserError
 from stopmim.published import DOWNSTREAM, FOLLOWED, TRANSFERRED, TUNED
-from stopmim.tables import Changes, Numbers, Row, Table
+from stopmim.tables import Changes, Numbers, Row, Table, read
 
 SIGMAS = (0.0625, 0.1, 0.2, 0.25, 0.3, 0.5, 1.0)
 ONE_PERCENT = "IN-1k, 1 %"  # top-1 of a linear classifier, as in all ablations of the paper
 
 
 def find(name: str) -> Table:
-    if name not in TABLES:
-        raise UserError(f"ablate {name}: no such table; there are {', '.join(TABLES)}")
-    return TABLES[name]
+    """The table of that name; or that of a YAML file, which is called as the file is."""
+    file = Path(name)
+    if file.suffix not in (".yaml", ".yml"):
+        if name not in TABLES:
+            raise UserError(
+                f"ablate {name}: no such table; there are {', '.join(TABLES)}, "
+                f"and tables of your own, as mine.yaml"
+            )
+        return TABLES[name]
+    if file.stem in TABLES or file.stem == "runs":
+        raise UserError(f"{name}: the name {file.stem} is taken; rename the file")
+    return read(file)
 
 
 def printed(arch: str) -> str:
@@ -285,7 +295,7 @@ TABLES = {
 def listing(name: str | None = None) -> str:
     """The tables, or the rows of one, with the numbers of the paper."""
     lines = []
-    for one, table in TABLES.items() if name is None else [(name, find(name))]:
+    for one, table in TABLES.items() if name is None else [(Path(name).stem, find(name))]:
         lines += [f"{one}: {table.about} ({table.source})"]
         shown = [(row.name, table.quoted(row.name)) for row in table.rows]
         if name is not None and table.published:

@@ -89,14 +89,14 @@ class Pretrain:
 
 @dataclass(frozen=True)
 class Ablate:
-    """Train and measure the rows of a table of the paper, or go on with that.
+    """Train and measure the rows of a table of the paper or of your own, or go on with that.
 
     Any key of the config may follow, and then holds for all rows. Exit code 9: a row failed; the
     table has the others.
     """
 
-    table: Annotated[Positional[str], arg(metavar="[TABLE]")] = ""
-    """see --list"""
+    table: Annotated[Positional[str], arg(metavar="[TABLE|FILE.yaml]")] = ""
+    """see --list; or a file with a table of your own, see docs/ablations.md"""
     list: bool = False
     """show the tables, or the rows of one, with the numbers of the paper"""
     data: Annotated[str | None, arg(metavar="DATA")] = None

@@ -14,7 +14,7 @@ from stopmim.config import Config
 from stopmim.run import Run, write_whole
 
 FILES = Path(__file__).parent / "references"
-LINES = 100
+LINES, HEALTH = 100, 60  # at most, and of these with measurements of health
 KEYS = (
     *("loss", "target_std", "predicted_std", "grad_norm", "norm_A", "norm_mask_token"),
     *("target_rank", "target_spread", "target_image_share", "predicted_mean_share"),
@@ -61,16 +61,30 @@ def share(config: Config, row: Row) -> float:
 
 def write(run: Run, path: Path, name: str) -> None:
     """Makes a reference of a finished run."""
-    rows = [_thin(row, share(run.config, row)) for row in run.metrics]
-    start = run.metrics[0].get("random_init", {})
-    health = [row for row in rows if "skill" in row]
-    others = [row for row in rows if "skill" not in row]
-    every = -(-len(others) // (LINES - 2 - len(health)))
-    kept = sorted([*health, *others[::every]], key=lambda row: row["share"])
-    lines = [{"name": name, "kind": kind(run.config)}, _thin(start, 0.0), *kept]
+    config, metrics = run.config, run.metrics
+    rows = [
+        {"share": round(share(config, row), 4)} | rounded(row, KEYS)
+        for row in thinned(metrics, LINES - 2)
+    ]
+    start = {"share": 0.0} | rounded(metrics[0].get("random_init", {}), KEYS)
+    lines = [{"name": name, "kind": kind(config)}, start, *rows]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _thin(row: Row, share: float) -> dict[str, float]:
-    known: Sequence[str] = [key for key in KEYS if key in row]
-    return {"share": round(share, 4)} | {key: float(f"{row[key]:.4g}") for key in known}
+def thinned(metrics: Sequence[Row], lines: int) -> list[Row]:
+    """At most `lines` of metrics.jsonl: the last, up to `HEALTH` measurements, some of the rest."""
+    measured = _spread([i for i, row in enumerate(metrics) if "skill" in row], HEALTH)
+    others = [i for i, row in enumerate(metrics) if "skill" not in row]
+    last = range(len(metrics))[-1:]
+    kept = {*measured, *_spread(others, lines - len(measured) - 1), *last}
+    return [metrics[i] for i in sorted(kept)]
+
+
+def _spread(index: list[int], most: int) -> list[int]:
+    return index[:: max(1, -(-len(index) // most))]
+
+
+def rounded(row: Row, keys: Sequence[str]) -> dict[str, Any]:
+    """Those of the numbers that are there, with four digits; counts as they are."""
+    known = {key: row[key] for key in keys if key in row}
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in known.items()}

@@ -41,7 +41,7 @@ def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
     """table.md, table.csv, cost.csv, results.jsonl, figures and table.html; where the page is."""
     folder = planned.out / planned.name
     folder.mkdir(parents=True, exist_ok=True)
-    found, before = lines(planned, outcomes), untrained(outcomes)
+    found, before = lines(planned.table, planned.base.arch, outcomes), untrained(outcomes)
     drawn = figures(planned, found, before)
     for name, figure in drawn.items():
         with pictures.house_style():
@@ -49,7 +49,9 @@ def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     tables = {
         "Results": numbers(found, before),
-        f"Difference to {planned.table.baseline}, seed by seed": differences(planned, found),
+        f"Difference to {planned.table.baseline}, seed by seed": differences(
+            planned.table.baseline, found
+        ),
         "Health": health(found),
         "As published": published(planned),
         "Cost": costs(found),
@@ -93,8 +95,8 @@ def _quoted(found: Sequence[Line]) -> list[str]:
     return list(dict.fromkeys(column for line in found for column in line.paper))
 
 
-def differences(planned: "Plan", found: Sequence[Line]) -> list[Cells]:
-    base = next((line for line in found if line.name == planned.table.baseline), None)
+def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
+    base = next((line for line in found if line.name == baseline), None)
     if base is None:
         return []
     rows = [
@@ -116,6 +118,7 @@ def health(found: Sequence[Line]) -> list[Cells]:
     return [
         {"row": line.name, "seeds": str(len(line.runs)), "verdict": line.verdict}
         | {"norm of A": shown(line.norm(0), digits=3), "norm of m~": shown(line.norm(1), digits=3)}
+        | {"RankMe": shown(line.rank)}
         for line in found
     ]
 
@@ -200,14 +203,17 @@ def as_csv(rows: Sequence[Cells]) -> str:
     return file.getvalue()
 
 
+def as_markdown(rows: Sequence[Cells]) -> str:
+    cells = [list(rows[0]), ["---"] * len(rows[0])]
+    cells += [[cell.replace("|", "\\|") for cell in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
 def markdown(planned: "Plan", tables: Mapping[str, Sequence[Cells]]) -> str:
     parts = [f"# {planned.name}: {planned.table.about}"]
     parts += ["\n".join(f"- {name}: {value}" for name, value in facts(planned).items())]
     for title, rows in tables.items():
-        cells = [list(rows[0]), ["---"] * len(rows[0])]
-        cells += [[cell.replace("|", "\\|") for cell in row.values()] for row in rows]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in cells)
-        parts += [f"## {title}", body]
+        parts += [f"## {title}", as_markdown(rows)]
         if title == "Results":
             parts += [" ".join(filter(None, [NOTE, planned.table.note]))]
     return "\n\n".join(parts) + "\n"
@@ -215,7 +221,7 @@ def markdown(planned: "Plan", tables: Mapping[str, Sequence[Cells]]) -> str:
 
 def terminal(planned: "Plan", outcomes: Sequence["Outcome"]) -> str:
     """The main table, aligned, and the health of the runs."""
-    found = lines(planned, outcomes)
+    found = lines(planned.table, planned.base.arch, outcomes)
     return f"{text(numbers(found, untrained(outcomes)))}\n\n{text(health(found))}"
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from stopmim.ablations import printed
 from stopmim.evals.seeds import Estimate, over_seeds, paired
 from stopmim.evals.suite import TRACKED
+from stopmim.tables import Table
 
 if TYPE_CHECKING:
-    from stopmim.ablate import Outcome, Plan
+    from stopmim.ablate import Outcome
     from stopmim.trial import Answer
 
 
@@ -45,6 +46,11 @@ class Line:
         known = [run.norms[which] for run in self.runs if run.norms]
         return over_seeds(known) if known else None
 
+    @property
+    def rank(self) -> Estimate | None:
+        known = [run.rank for run in self.runs if run.rank is not None]
+        return over_seeds(known) if known else None
+
 
 def metric(answer: "Answer") -> str | None:
     """What an answer is called as a column; None: it is not shown."""
@@ -56,9 +62,9 @@ def metric(answer: "Answer") -> str | None:
     return " ".join(filter(None, [answer["protocol"], label, answer.get("on", "")]))
 
 
-def lines(planned: "Plan", outcomes: Sequence["Outcome"]) -> list[Line]:
-    """Row by row, in the order of the plan."""
-    arch, found = printed(planned.base.arch), []
+def lines(table: Table, arch: str, outcomes: Sequence["Outcome"]) -> list[Line]:
+    """Row by row, in the order of the outcomes; `arch` is that of the paper's numbers beside."""
+    found = []
     for name in dict.fromkeys(run.row for run in outcomes):
         runs = [run for run in outcomes if run.row == name]
         values: dict[str, dict[int, float]] = {}
@@ -66,7 +72,7 @@ def lines(planned: "Plan", outcomes: Sequence["Outcome"]) -> list[Line]:
             for answer in run.answers:
                 if what := metric(answer):
                     values.setdefault(what, {})[run.seed] = 100 * answer["value"]
-        found.append(Line(name, planned.table.quoted(name, arch), values, runs))
+        found.append(Line(name, table.quoted(name, printed(arch)), values, runs))
     return found
 
 
