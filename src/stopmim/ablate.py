@@ -45,9 +45,9 @@ class Plan:
 
     @property
     def trials(self) -> dict[Path, Entry]:
-        """Every run once, by its directory."""
+        """Every run once, by its directory; the first seed of all rows comes first."""
         found: dict[Path, Entry] = {}
-        for entry in self.entries:
+        for entry in sorted(self.entries, key=lambda entry: entry.seed):
             found.setdefault(entry.trial.path, entry)
         return found
 
@@ -110,6 +110,7 @@ def plan(
     out: str | Path = "runs/ablate",
     evals: Sequence[str] = (),
     few: str = "25",
+    video_size: int | None = None,
     checkpoints: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -122,6 +123,7 @@ def plan(
         rows: names of rows; none: all.
         evals: ``[NAME=]DATA``, labelled images (or videos) to evaluate on; see `questions`.
         few: labelled images per class, or a list of their names, where a protocol has few labels.
+        video_size: edge of the shorter side of the frames that tracking sees; None: as published.
         checkpoints: ``NAME=FILE``, encoders of others that are evaluated beside.
         changes: of config keys, for all rows.
     """
@@ -131,7 +133,7 @@ def plan(
     base = configure(preset, dict(changes or {}))
     data = data or f"scenes:{SCENES}:{base.image_size}"
     key, count, workers = _stock(data)
-    asked = questions(table.asks, data, base.image_size, evals, few)
+    asked = questions(table.asks, data, base.image_size, evals, few, video_size)
     folders, entries, problems = dict[str, Path](), list[Entry](), list[str]()
     for row, seed in itertools.product(table.choose(tuple(rows)), range(seeds)):
         try:

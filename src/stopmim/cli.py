@@ -112,6 +112,8 @@ class Ablate:
     `eval linear`; default: --data"""
     few: Annotated[str, arg(metavar="N|FILE")] = "25"
     """labelled images per class where labels are few, or a file with their names"""
+    video_size: int | None = None
+    """edge of the shorter side of the frames that tracking sees; default: as `eval tracking`"""
     checkpoint: Annotated[tuple[str, ...], arg(metavar="NAME=FILE")] = ()
     """encoders of others, to be evaluated beside"""
     jobs: int | None = None
@@ -131,7 +133,8 @@ class Ablate:
         from stopmim import ablate
 
         options = {name: getattr(self, name) for name in ("data", "preset", "seeds", "rows", "out")}
-        options |= {"evals": self.eval, "few": self.few, "checkpoints": self.checkpoint}
+        options |= {"evals": self.eval, "few": self.few, "video_size": self.video_size}
+        options |= {"checkpoints": self.checkpoint}
         planned = ablate.plan(self.table, **options, changes=self.changes)
         if self.dry_run:
             print(ablate.describe(planned, self.jobs))

@@ -11,7 +11,9 @@ from stopmim.errors import UserError
 
 Changes = dict[str, Any]
 Numbers = Mapping[str, float]
-Asks = Literal["few labels", "all labels", "transfer", "tracking", "finetune"]
+Asks = Literal[
+    "few labels", "all labels", "transfer", "tracking", "finetune", "quick", "everything"
+]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,12 @@ def identity(config: Config, data: str) -> str:
 
 
 def questions(
-    asks: Asks, data: str, size: int, evals: Sequence[str], few: str
+    asks: Asks,
+    data: str,
+    size: int,
+    evals: Sequence[str],
+    few: str,
+    video_size: int | None = None,
 ) -> tuple[Question, ...]:
     """What the encoders of a table are asked; everything that it needs is there, or a UserError.
 
@@ -100,6 +105,7 @@ def questions(
         size: edge of the images that they are made for.
         evals: ``[NAME=]DATA``; the name is that of a published recipe, as cifar100.
         few: labelled images per class, or a file with their names.
+        video_size: edge of the shorter side of the frames of videos; None: as published.
     """
     given = [_named(text) for text in evals]
     scenes = data.split(":")[0] == "scenes"
@@ -108,7 +114,7 @@ def questions(
             raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
         videos = given[0][1] if given else "scenes"
         open_videos(videos)
-        return (Question(("tracking",), {"videos": videos}),)
+        return (Question(("tracking",), {"videos": videos, "video_size": video_size}),)
     if few.isdecimal():
         number: dict[str, Any] = {"per_class": int(few)}
     elif Path(few).is_file():
@@ -120,6 +126,8 @@ def questions(
         "all labels": (("lowshot", "linear"), "both"),
         "transfer": (("linear",), "both"),
         "finetune": (("finetune",), "last"),
+        "quick": (("lowshot", "knn"), "last"),
+        "everything": (("lowshot", "knn", "linear"), "both"),
     }[asks]
     found = []
     for name, source in given or [("", "" if scenes else data)]:
