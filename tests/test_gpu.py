@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stopmim.activation import gelu
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
 from stopmim.mim import Batch, build
@@ -20,7 +19,7 @@ from stopmim.train import comparison, draw_masks, draw_noise, find_cells, pretra
 pytestmark = pytest.mark.gpu
 
 SMALL: dict[str, Any] = {
-    "arch": "vit_ti8",
+    "arch": "vit_micro8",
     "image_size": 64,
     "predictor.width": 96,
     "predictor.depth": 2,
@@ -58,14 +57,17 @@ def test_short_attention_is_attention(batch: int, n: int, heads: int, d: int, fi
         assert (a.double() - b).abs().max() < 2**-7 * max(1.0, float(b.abs().max()))
 
 
-def test_a_compiled_gelu_is_gelu() -> None:
-    x = torch.linspace(-8, 8, 2**16, device="cuda").bfloat16().requires_grad_()
+def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
+    from stopmim.kernels import gelu
+
+    x = torch.linspace(-8, 8, 65537, device="cuda").bfloat16().requires_grad_()
     expected = F.gelu(x.double())
-    found = torch.compile(gelu, dynamic=False)(x)
+    found = gelu(x)
     (slope,) = torch.autograd.grad(expected.sum(), x)
     (found_slope,) = torch.autograd.grad(found.sum(), x)
+    # Half of the last bit is what rounding may do; far out, the tanh is off by more than it all.
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
-    torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-5)
 
 
 def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
@@ -126,7 +128,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_compiled_to_what_it_is(name: str) -> None:
-    compiled_, plain = (updates(how, 4, **VARIANTS[name]) for how in ("on", "off"))
+    # 3x3 patches, always: one graph
+    one: dict[str, Any] = {"masking.target_scale": (0.14, 0.14), "masking.target_aspect": (1, 1)}
+    options = VARIANTS[name] | (one if name != "pixels" else {})
+    compiled_, plain = (updates(how, 3, **options) for how in ("on", "off"))
     torch.testing.assert_close(compiled_, plain, rtol=5e-3, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Attention: torch's own, or ours where sequences are short and a GPU is there."""
+"""Attention and GELU: torch's own, or ours on a GPU in half precision."""
 
 import importlib.util
 
@@ -21,3 +21,10 @@ def attend(qkv: Tensor, heads: int, first: int = 0) -> Tensor:
         return kernels.short_attention(qkv, heads, first)
     q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, d)
     return F.scaled_dot_product_attention(q[:, :, first:], k, v).transpose(1, 2).flatten(2)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), with the exact Phi, not its tanh."""
+    if kernels is not None and x.is_cuda and x.element_size() == 2:
+        return kernels.gelu(x)
+    return F.gelu(x)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stopmim.activation import gelu
 from stopmim.arch import parse_arch
-from stopmim.attention import attend
+from stopmim.attention import attend, gelu
 from stopmim.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
