@@ -4,7 +4,7 @@ Shapes: N images, D width of the encoder, L last blocks.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -77,6 +77,8 @@ def extract(
     done, begin = 0, time.monotonic()
 
     def show(i: int) -> Tensor:
+        if isinstance(view, View):  # nothing in it is random
+            return view(read(images, i))
         return view(read(images, i), numpy_generator("view", *draw, i))
 
     order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
@@ -107,16 +109,24 @@ def read(images: Images, i: int) -> np.ndarray:
         ) from None
 
 
-def batches(show: Callable[[int], Tensor], order: Iterable[Iterable[int]]) -> Iterator[Tensor]:
+def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> Iterator[Tensor]:
     """(B, 3, S, S) uint8, one batch read ahead while the encoder works on the one before."""
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    threads = torch.get_num_threads()
+
+    def part(numbers: Sequence[int]) -> Tensor:
+        return torch.stack([show(i) for i in numbers])
+
+    with ThreadPoolExecutor(threads) as pool:
         ahead: Iterator[Tensor] | None = None
         for numbers in order:
-            now, ahead = ahead, pool.map(show, numbers)
+            # A task per thread, not per image: handing over a small image costs more than reading.
+            size = -(-len(numbers) // threads)
+            parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+            now, ahead = ahead, pool.map(part, parts)
             if now is not None:
-                yield torch.stack(list(now))
+                yield torch.cat(list(now))
         if ahead is not None:
-            yield torch.stack(list(ahead))
+            yield torch.cat(list(ahead))
 
 
 # ------------------------------------------------------------------------------ kept on disk
