@@ -117,11 +117,17 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
 
 def all_figures(root: Path = RESULTS) -> dict[str, str]:
     """Name of a file in docs/figures to its SVG."""
+    draw = {"norms": norms, "accuracy": accuracy}
     return {
-        f"results-{study.name}-{what}.svg": svg(draw(study), data(study, what))
+        f"results-{study.name}-{what}.svg": svg(draw[what](study), data(study, what))
         for study in studies(root)
-        for what, draw in {"norms": norms, "accuracy": accuracy}.items()
+        for what in figures(study)
     }
+
+
+def figures(study: Study) -> list[str]:
+    """What is drawn: accuracy only if somebody asked the encoders anything."""
+    return ["norms", "accuracy"] if metrics(study.lines) else ["norms"]
 
 
 def data(study: Study, what: str) -> str:
@@ -155,7 +161,7 @@ def norms(study: Study) -> "Figure":
     """Over training, a line per row: the mean over its seeds, and every seed behind it."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(6.6, 2.6), layout="constrained")
+    picture = Figure(figsize=(6.6, 3.0), layout="constrained")
     for axes, (key, title) in zip(picture.subplots(1, 2), NORMS.items(), strict=True):
         for i, line in enumerate(study.lines):
             every = [points(each, key) for each in study.records if each["row"] == line.name]
@@ -170,7 +176,8 @@ def norms(study: Study) -> "Figure":
                 axes.plot(epochs, mean, linewidth=1.6, label=line.name, **look)
         _plain(axes, title, "y")
         axes.set_xlabel("epoch")
-    picture.axes[0].legend(frameon=False)
+    handles, names = picture.axes[0].get_legend_handles_labels()
+    picture.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     return picture
 
 

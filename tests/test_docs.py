@@ -9,13 +9,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.distributed.run import get_args_parser
 
 import stopmim
 from stopmim import pretrain
 from stopmim.cli import main, parse
+from stopmim.data import open_images
 from tiny import tiny, write_folder
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +53,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
         write_folder(root / part, 40)
     shutil.copytree(ROOT / "examples", root / "examples")
+    shutil.copytree(ROOT / "results", root / "results", ignore=shutil.ignore_patterns("*.json"))
+    pixels, labels = np.zeros((1100, 8, 8, 3), np.uint8), np.arange(1100) % 100
+    arrays = {f"{split}_images": pixels for split in ("train", "val")}
+    np.savez(root / "tiny100.npz", **arrays, train_labels=labels, val_labels=labels)
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
 
@@ -93,6 +100,8 @@ def test_a_command_works_as_written(line: str) -> None:
             assert main(words) == 0
         case ["python", script]:
             assert ROOT / script in EXAMPLES  # run below
+        case ["python", "results/tiny_imagenet.py", "tiny-imagenet-200", "tiny100.npz"]:
+            pass  # run below
         case ["pip", "install", *_]:
             assert "stopmim" in line or " -e " in line or "torch" in line
         case _:
@@ -125,6 +134,30 @@ def test_an_example_runs(
     monkeypatch.setattr(sys, "argv", [str(script)])
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_half_of_the_classes_of_tiny_imagenet_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = Path("tiny-imagenet-200")
+    (images / "val" / "images").mkdir(parents=True)
+    lines = []
+    for shade, name in enumerate(("n1", "n2", "n3", "n4")):
+        (images / "train" / name / "images").mkdir(parents=True)
+        picture = Image.new("RGB", (64, 64), (60 * shade,) * 3)
+        for i in (7, 107):
+            picture.save(images / "train" / name / "images" / f"{name}_{i}.JPEG")
+        picture.save(images / "val" / "images" / f"val_{shade}.JPEG")
+        lines.append(f"val_{shade}.JPEG\t{name}\t0\t0\t63\t63\n")
+    (images / "val" / "val_annotations.txt").write_text("".join(lines))
+    monkeypatch.setattr(sys, "argv", ["", "tiny-imagenet-200", "tiny100.npz"])
+    runpy.run_path(str(ROOT / "results" / "tiny_imagenet.py"), run_name="__main__")
+    train, test = (open_images("tiny100.npz", split) for split in ("train", "test"))
+    # n1 and n3, and of both the first hundred files come first
+    assert train.labels["class"].tolist() == [0, 1, 0, 1]
+    assert [int(train.read(i).mean()) for i in range(4)] == [0, 120, 0, 120]
+    assert test.labels["class"].tolist() == [0, 1]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -120,7 +120,8 @@ def bench_step(
 
 # What a kernel is for, by its name; the first that fits. Inductor's all begin with triton_.
 KINDS = {
-    "GELU, norms, residuals, sums": "triton_",
+    "norms, residuals, sums": "triton_|reduce_kernel",
+    "GELU": "gelu",
     "attention": "flash|fmha|attention",
     "matrix products": "gemm|nvjet|cutlass|xmma",
     "optimizer and EMA": "multi_tensor_apply|adam",

@@ -172,8 +172,7 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile the loss; auto: on a GPU, unless the masks are the released ones, and as CUDA
-    graphs if there is one GPU and one part per batch"""
+    """the loss; auto: on a GPU, unless masks are released; as CUDA graphs if it is one, one part"""
     accumulate: int = Field(default=1, ge=1)
     """parts a batch is computed in, over all GPUs together: 8 is 8 on one GPU, 1 on each of 8"""
     parallel: Literal["ddp", "fsdp"] = "ddp"

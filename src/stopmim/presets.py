@@ -4,8 +4,8 @@ The four tables of the paper are each here as StoP and as the I-JEPA twin it is 
 each of these in `released` mode; then MAE. Expected numbers are the paper's, on ImageNet-1k: top-1
 of a linear classifier on frozen features.
 
-Costs are hours of one H200 for the paper's epochs of 1.28 million images: ViT-B and ViT-L as
-measured (benchmarks/), ViT-H from ViT-L by its operations, not measured (docs/scale.md). Released
+Costs are hours of one H200 for the paper's epochs of 1.28 million images, from the speed of a step
+as it was measured (benchmarks/); ViT-H/16 from ViT-H/14 by its operations (docs/scale.md). Released
 modes take longer: they compute in parts of 64 images, whose contexts differ in length, and so are
 not compiled.
 """
@@ -53,7 +53,7 @@ def ablation_b16_stop() -> Config:
     """The paper's ablations: ViT-B/16, 300 epochs, sigma 0.25. Expect 57.8 with 1 % of labels.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_stop --out runs/ablation``
-    Cost: 26 hours.
+    Cost: 25 hours.
     """
     return Config(optim=ABLATION_B)
 
@@ -62,7 +62,7 @@ def ablation_b16_ijepa() -> Config:
     """The sine-cosine row of the ablations. Expect 54.3 with 1 % of labels.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa --out runs/ablation-ijepa``
-    Cost: 26 hours.
+    Cost: 25 hours.
     """
     return Config(optim=ABLATION_B, positions=IJEPA)
 
@@ -71,7 +71,7 @@ def vit_b16_stop() -> Config:
     """The paper's ViT-B/16, 600 epochs. Expect 60.3 (1 %), 72.6 (last layer), 74.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_b16_stop --out runs/b16``
-    Cost: 53 hours.
+    Cost: 50 hours.
     """
     return Config(optim=DOWNSTREAM_B)
 
@@ -80,7 +80,7 @@ def vit_b16_ijepa() -> Config:
     """Its I-JEPA twin. Expect 57.1 (1 %), 70.9 (last layer), 72.9 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_b16_ijepa --out runs/b16-ijepa``
-    Cost: 53 hours.
+    Cost: 50 hours.
     """
     return Config(optim=DOWNSTREAM_B, positions=IJEPA)
 
@@ -89,7 +89,7 @@ def vit_l16_stop() -> Config:
     """The paper's ViT-L/16, 600 epochs. Expect 65.1 (1 %), 77.1 (last layer), 78.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_l16_stop --out runs/l16``
-    Cost: 153 hours.
+    Cost: 148 hours.
     """
     return Config(arch="vit_l16", optim=DOWNSTREAM_L)
 
@@ -98,7 +98,7 @@ def vit_l16_ijepa() -> Config:
     """Its I-JEPA twin. Expect 64.2 (1 %), 76.1 (last layer), 77.5 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_l16_ijepa --out runs/l16-ijepa``
-    Cost: 153 hours.
+    Cost: 148 hours.
     """
     return Config(arch="vit_l16", optim=DOWNSTREAM_L, positions=IJEPA)
 
@@ -107,7 +107,7 @@ def vit_h14_stop() -> Config:
     """The paper's ViT-H/14, 300 epochs, sigma 0.2. Expect 65.4, 79.0, 79.6.
 
     ``stopmim pretrain imagenet/train --preset vit_h14_stop --out runs/h14``
-    Cost: about 200 hours.
+    Cost: 188 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H)
 
@@ -116,7 +116,7 @@ def vit_h14_ijepa() -> Config:
     """Its I-JEPA twin. Expect 62.9 (1 %), 78.2 (last layer), 79.3 (last four).
 
     ``stopmim pretrain imagenet/train --preset vit_h14_ijepa --out runs/h14-ijepa``
-    Cost: about 200 hours.
+    Cost: 188 hours.
     """
     return Config(arch="vit_h14", optim=DOWNSTREAM_H, positions=IJEPA)
 
@@ -125,7 +125,7 @@ def ablation_b16_stop_released() -> Config:
     """`ablation_b16_stop` as the released code would run it; no such config was released.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_stop_released --out runs/ablation-r``
-    Cost: more than 26 hours.
+    Cost: more than 25 hours.
     """
     return Config(compat="released", optim=RELEASED_ABLATION_B, runtime=IN_64S)
 
@@ -134,7 +134,7 @@ def ablation_b16_ijepa_released() -> Config:
     """The released code with StoP off: bare positions, not I-JEPA's mask token.
 
     ``stopmim pretrain imagenet/train --preset ablation_b16_ijepa_released --out runs/ablation-ri``
-    Cost: more than 26 hours.
+    Cost: more than 25 hours.
     """
     return Config(compat="released", optim=RELEASED_ABLATION_B, positions=IJEPA, runtime=IN_64S)
 
@@ -143,7 +143,7 @@ def vit_b16_stop_released() -> Config:
     """The released configs/pretrain/vit-b16.yaml. Expect what the paper reports for ViT-B/16.
 
     ``stopmim pretrain imagenet/train --preset vit_b16_stop_released --out runs/b16-r``
-    Cost: more than 53 hours.
+    Cost: more than 50 hours.
     """
     return Config(compat="released", optim=RELEASED_B, runtime=IN_64S)
 
@@ -152,7 +152,7 @@ def vit_b16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_b16_ijepa_released --out runs/b16-ri``
-    Cost: more than 53 hours.
+    Cost: more than 50 hours.
     """
     return Config(compat="released", optim=RELEASED_B, positions=IJEPA, runtime=IN_64S)
 
@@ -161,7 +161,7 @@ def vit_l16_stop_released() -> Config:
     """The released configs/pretrain/vit-l16.yaml. Expect what the paper reports for ViT-L/16.
 
     ``stopmim pretrain imagenet/train --preset vit_l16_stop_released --out runs/l16-r``
-    Cost: more than 153 hours.
+    Cost: more than 148 hours.
     """
     return Config(arch="vit_l16", compat="released", optim=RELEASED_L, runtime=IN_64S)
 
@@ -170,7 +170,7 @@ def vit_l16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_l16_ijepa_released --out runs/l16-ri``
-    Cost: more than 153 hours.
+    Cost: more than 148 hours.
     """
     return Config(
         arch="vit_l16", compat="released", optim=RELEASED_L, positions=IJEPA, runtime=IN_64S
@@ -181,7 +181,7 @@ def vit_h16_stop_released() -> Config:
     """The released configs/pretrain/vit-h16.yaml: patch 16, rates frozen from epoch 250.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_stop_released --out runs/h16-r``
-    Cost: more than 145 hours.
+    Cost: more than 139 hours.
     """
     return Config(arch="vit_h16", compat="released", optim=RELEASED_H, runtime=IN_64S)
 
@@ -190,7 +190,7 @@ def vit_h16_ijepa_released() -> Config:
     """The same with StoP off.
 
     ``stopmim pretrain imagenet/train --preset vit_h16_ijepa_released --out runs/h16-ri``
-    Cost: more than 145 hours.
+    Cost: more than 139 hours.
     """
     return Config(
         arch="vit_h16", compat="released", optim=RELEASED_H, positions=IJEPA, runtime=IN_64S
