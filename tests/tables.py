@@ -189,6 +189,7 @@ RUNS = ("ablation_b16_stop", "vit_b16_stop", "vit_l16_stop", "vit_h14_stop")
 def scale_tables() -> dict[str, str]:
     return {
         "cost": _cost(),
+        "kernels": _kernels(),
         "memory": _memory(),
         "network": _network(),
         "feeding": _feeding(),
@@ -213,6 +214,19 @@ def _cost() -> str:
         one, total = cost(config.arch), hours(preset)
         each = [f"{total / gpus:.3g}" for gpus in (1, 8, 32)]
         rows.append([f"`{preset}`", _name(one), config.optim.epochs, f"{one.rate:,.0f}", *each])
+    return _table(*rows)
+
+
+def _kernels() -> str:
+    """What the time of a step of ViT-B goes to."""
+    lines = measured("step_vit_b16_nvidia-h200")
+    step = next(line for line in lines if line["bench"] == "step")
+    kinds = next(line for line in lines if line["bench"] == "step kernels")
+    spent = {kind: ms for kind, ms in kinds.items() if kind != "bench"}
+    spent["between kernels"] = max(0.0, step["ms"] - sum(spent.values()))
+    rows: list[list[object]] = [["what", "ms", "share"]]
+    for kind, ms in sorted(spent.items(), key=lambda item: -item[1]):
+        rows.append([kind, f"{ms:.1f}", f"{ms / step['ms']:.0%}"])
     return _table(*rows)
 
 

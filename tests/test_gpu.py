@@ -1,6 +1,7 @@
 """What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
     torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-5)
 
 
+@cache
+def twelve(compile_: str) -> list[float]:
+    return updates(compile_, 12)
+
+
 def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
     """The losses of `n` updates; from `strict_from` on, waiting for the device is an error."""
     config = configure("vit_b16_stop", SMALL | {"runtime.compile": compile_} | more)
@@ -105,11 +111,11 @@ def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) 
 
 
 def test_compiled_and_plain_training_give_the_same_losses() -> None:
-    torch.testing.assert_close(updates("on", 12), updates("off", 12), rtol=5e-3, atol=0)
+    torch.testing.assert_close(twelve("on"), twelve("off"), rtol=5e-3, atol=0)
 
 
 def test_recorded_and_compiled_training_give_the_same_losses() -> None:
-    torch.testing.assert_close(updates("auto", 12), updates("on", 12), rtol=5e-3, atol=0)
+    torch.testing.assert_close(twelve("auto"), twelve("on"), rtol=5e-3, atol=0)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -123,7 +123,7 @@ KINDS = {
     "norms, residuals, sums": "triton_|reduce_kernel",
     "GELU": "gelu",
     "attention": "flash|fmha|attention",
-    "matrix products": "gemm|nvjet|cutlass|xmma",
+    "matrix products": "gemm|nvjet|cutlass|xmma|splitK",
     "optimizer and EMA": "multi_tensor_apply|adam",
 }
 

@@ -27,7 +27,7 @@ from stopmim.plan import multiblock_options
 from stopmim.predictor import Noise
 
 PROBE = 128  # images, of each of which two crops are looked at
-CHUNK = 32  # images at a time, so that memory is that of a small step
+CHUNK = {"cpu": 32, "cuda": PROBE}  # images at a time: for a cache, for few launches
 VECTORS = 4096  # targets the effective rank is taken of, or as many as are twice the width
 NEAREST = 10  # neighbours that are asked for their label
 LOWEST = 100.0  # skill: where images decide nothing it would be minus infinity
@@ -88,13 +88,14 @@ class Health:
 
     def __init__(self, probe: Probe, device: torch.device, amp: torch.dtype | None = None) -> None:
         self.probe, self.device, self.amp = probe, device, amp
+        self.chunk = CHUNK[device.type]
 
     @torch.no_grad()
     def measure(self, model: MaskedImageModel) -> dict[str, float]:
         """Numbers for a line of metrics.jsonl; the comments beside them say what each is."""
         if not self.probe.views.shape[1]:
             return {}
-        first = [self._part(model, part) for part in self.probe.views[0].split(CHUNK)]
+        first = [self._part(model, part) for part in self.probe.views[0].split(self.chunk)]
         tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*first, strict=True))
         if model.target_encoder is None:  # pixels tell nothing of the encoder
             seen, again = (self._whole(model, view, features=True) for view in self.probe.views)
@@ -117,7 +118,7 @@ class Health:
 
     def _whole(self, model: MaskedImageModel, pixels: Tensor, *, features: bool = False) -> Tensor:
         """`_tokens` of all images, a few at a time."""
-        parts = pixels.split(CHUNK)
+        parts = pixels.split(self.chunk)
         return torch.cat([self._tokens(model, part, features=features) for part in parts])
 
     def _part(self, model: MaskedImageModel, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +139,7 @@ class Health:
         """What the encoder makes of the context of some images, (n, C, D), if noise needs it."""
         if not model.predictor.positions.conditioned:
             return None
-        images = normalise(self.probe.views[0, :CHUNK].to(self.device))
+        images = normalise(self.probe.views[0, : self.chunk].to(self.device))
         index = self.probe.masks.context.to(self.device).expand(len(images), -1)
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
             return model.encoder(images, index).float()
