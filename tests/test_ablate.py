@@ -24,7 +24,7 @@ from stopmim.errors import UserError
 from stopmim.evals.seeds import over_seeds, paired, t_quantile
 from stopmim.jobs import places, updates_of
 from stopmim.plan import configure
-from stopmim.report import ablation
+from stopmim.report import ablation, record
 from stopmim.report.lines import metric
 from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
@@ -479,6 +479,17 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     study = results.read(tmp_path / "positions" / "records")
     assert [line.name for line in study.lines] == ["sine-cosine", "learned", "StoP"]  # in order
     assert study.outcomes[2] == again
+
+
+def test_a_table_that_is_cut_short_has_what_is_done_and_says_what_is_not(tmp_path: Path) -> None:
+    planned = quick(plan("positions", tmp_path))
+    perform(planned.entries[1].trial)
+    found = [ablate.so_far(entry, {}) for entry in planned.entries]
+    page = ablation.write(planned, found)
+    record.write(planned, found)
+    text = (page.parent / "table.md").read_text()
+    assert text.count("| not finished |") == 2
+    assert [path.name for path in page_records(planned)] == ["learned-0.json"]
 
 
 def page_records(planned: ablate.Plan) -> list[Path]:

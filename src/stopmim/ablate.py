@@ -31,6 +31,7 @@ from stopmim.trial import Answer, Question, Trial, identity, questions
 
 SCENES = 4096  # to pretrain on, if nothing is given
 NO_SEED = -1  # of an encoder that others trained
+UNFINISHED = "not finished"  # in place of a verdict, until it is
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Outcome:
     seconds: float
     rank: float | None = None  # RankMe, at the end
 
+    @property
+    def ended(self) -> bool:
+        return self.problem != UNFINISHED
+
     @classmethod
     def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
         """As it was when `record.write` wrote this, but for rounding."""
@@ -89,15 +94,21 @@ class Outcome:
 def ablate(planned: Plan, jobs: int | None = None) -> Ablation:
     """Carries out what was planned, `jobs` runs at a time, and writes the table to `out`/`name`.
 
-    Goes on with whatever is there already. A run that fails does not stop the others.
+    Goes on with whatever is there already. A run that fails does not stop the others. The table is
+    written anew whenever a run has ended, with what there is.
     """
     with claimed(planned.out):
         free = places(planned.base, jobs)
-        problems = carry_out(f"ablate {planned.name}", planned.trials, free)
-        found = [outcome(entry, problems.get(entry.trial.path, "")) for entry in planned.entries]
-        page = ablation.write(planned, found)
-        record.write(planned, found)
+        for problems in carry_out(f"ablate {planned.name}", planned.trials, free):
+            found = [so_far(entry, problems) for entry in planned.entries]
+            page = ablation.write(planned, found)
+            record.write(planned, found)
     return Ablation(found, page, ablation.terminal(planned, found))
+
+
+def so_far(entry: Entry, problems: Mapping[Path, str]) -> "Outcome":
+    unknown = "" if entry.trial.answers() is not None else UNFINISHED
+    return outcome(entry, problems.get(entry.trial.path, unknown))
 
 
 def plan(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,14 +109,14 @@ class Child:
 
 def carry_out(
     what: str, entries: Mapping[Path, Entry], free: list[dict[str, str]]
-) -> dict[Path, str]:
+) -> Iterator[dict[Path, str]]:
     """Trains and measures what is not yet, in the environments `free`.
 
-    Returns why runs failed, by their directories.
+    Whenever runs have ended, and at the end, it tells why runs failed so far, by their directories.
     """
     waiting = [entry for entry in entries.values() if entry.trial.answers() is None]
     ended = entries.keys() - {entry.trial.path for entry in waiting}
-    busy, problems = list[Child](), dict[Path, str]()
+    busy, news, problems = list[Child](), list[Child](), dict[Path, str]()
 
     def done() -> int:  # updates, and the evaluation counts for one more
         return sum(e.updates + 1 if p in ended else updates_of(p) for p, e in entries.items())
@@ -127,7 +127,10 @@ def carry_out(
             while (waiting or busy) and not received:
                 while free and waiting:
                     busy.append(Child(waiting.pop(0), free.pop()))
-                for child in [c for c in busy if c.process.poll() is not None]:
+                if news:  # now that others are under way
+                    yield problems
+                news = [c for c in busy if c.process.poll() is not None]
+                for child in news:
                     busy.remove(child)
                     child.dismiss()
                     free.append(child.environment)
@@ -145,7 +148,7 @@ def carry_out(
                 child.wait()
     if received:
         raise InterruptedRunError(received[0], f"{what}: stopped, every run saved")
-    return problems
+    yield problems
 
 
 def updates_of(run: Path) -> int:

@@ -21,10 +21,12 @@ ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
 
 
 def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> None:
-    """OUT/TABLE/records/ROW-SEED.json of every run; those of rows that were not planned stay."""
+    """OUT/TABLE/records/ROW-SEED.json of runs that ended; those that were not planned stay."""
     folder = planned.out / planned.name / "records"
     folder.mkdir(parents=True, exist_ok=True)
     for entry, outcome in zip(planned.entries, outcomes, strict=True):
+        if not outcome.ended:
+            continue
         tree = record(planned, entry, outcome)
         name = re.sub(r"[^A-Za-z0-9._+-]+", "-", entry.row)  # an encoder of others has any name
         name += f"-{entry.seed}" if entry.trial.config else ""
