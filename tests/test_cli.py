@@ -220,3 +220,15 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.WEXITSTATUS(status) == 5
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["pretrain"], 2)])
+def test_a_rank_ends_with_its_own_code_and_words_whatever_torch_does_at_the_end(
+    words: list[str], code: int
+) -> None:
+    fault = "import atexit, os; atexit.register(os.abort)"  # as a thread of torch now and then does
+    script = f"{fault}; import sys; sys.argv[1:] = {words}; from stopmim.__main__ import run; run()"
+    command, rank = [sys.executable, "-c", script], os.environ | {"RANK": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=rank)
+    assert done.returncode == code
+    assert "stopmim" in done.stdout + done.stderr
