@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stopmim.bench import bench_masks, bench_step, count_flops, draw_growth, published_masks
+from stopmim import bench_growth
+from stopmim.bench import bench_masks, bench_step, count_flops, published_masks
 from stopmim.errors import UserError
 from stopmim.plan import configure
 
@@ -57,15 +58,18 @@ def test_masks_are_timed_alone() -> None:
     assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
 
 
-def test_the_growth_figure_has_a_plot_for_each_cause(tmp_path: Path) -> None:
-    common = {"arch": "vit_s16", "device": "test", "date": "2026-01-01"}
-    lines = [
-        {"varied": key, "value": value, "ms": float(value), **common}
-        for key in ("optim.batch_size", "image_size")
-        for value in (1, 2)
-    ]
-    draw_growth(lines, tmp_path / "growth.svg")
-    text = (tmp_path / "growth.svg").read_text()
-    assert text.count("<!-- ms per step -->") == 2
-    assert "<!-- optim.batch size -->" in text
-    assert "<!-- image size -->" in text
+def test_growth_has_a_line_for_every_value_and_a_plot_for_every_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = {"optim.batch_size": [2, 4], "predictor.depth": [1, 2]}
+    monkeypatch.setattr(bench_growth, "GROWTH", growth)
+    small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
+    changes = QUICK | small | {"predictor.width": 24, "predictor.depth": 2}
+    text = bench_growth.bench_growth(changes, rounds=1, out=tmp_path)
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(x["varied"], x["value"]) for x in lines] == [(k, v) for k in growth for v in growth[k]]
+    assert lines[1]["ms"] == lines[3]["ms"]  # the same step, measured once
+    figure = (tmp_path / "growth.svg").read_text()
+    assert figure.count("<!-- ms per step -->") == 2
+    assert "<!-- optim.batch size -->" in figure
+    assert "<!-- predictor.depth -->" in figure

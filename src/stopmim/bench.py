@@ -24,7 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from stopmim import masking
 from stopmim._version import __version__
 from stopmim.config import Config
-from stopmim.console import say
 from stopmim.data import shares
 from stopmim.errors import UserError
 from stopmim.keys import torch_generator
@@ -77,7 +76,7 @@ def bench_step(
     product = [matmul_rate(device)]
     for _ in range(rounds):
         for name, step in steps.items():
-            times[name].append(_seconds(step.update, device))
+            times[name].append(seconds_of(step.update, device))
     product.append(matmul_rate(device))
     ceiling = statistics.median(product)
     lines = []
@@ -87,17 +86,17 @@ def bench_step(
             {
                 "bench": "step",
                 "positions": name,
-                **_of(config),
+                **facts(config),
                 "masks": masks,
                 **steps[name].tokens,
-                **_spread(times[name], config.optim.batch_size),
+                **spread(times[name], config.optim.batch_size),
                 "tflops": round(rate / 1e12, 3),
                 "matmul_tflops": round(ceiling / 1e12, 3),
                 "of_matmul": round(rate / ceiling, 3),
                 "gflop_per_image": round(steps[name].flops / config.optim.batch_size / 1e9, 3),
                 "peak_memory_mib": steps[name].memory,
                 "compile_s": steps[name].compile_seconds,
-                **_machine(config),
+                **circumstances(config),
             }
         )
     if len(variants) == 2:
@@ -169,72 +168,15 @@ def bench_masks(
     def draw() -> None:
         draw_masks(config, next(steps), whole, device)
 
-    _seconds(draw, device)
-    times = [_seconds(draw, device) for _ in range(rounds)]
+    seconds_of(draw, device)
+    times = [seconds_of(draw, device) for _ in range(rounds)]
     line = {
         "bench": "masks",
-        **_of(config),
-        **_spread(times, config.optim.batch_size),
-        **_machine(config),
+        **facts(config),
+        **spread(times, config.optim.batch_size),
+        **circumstances(config),
     }
     return written([line], out, f"masks_{config.arch}")
-
-
-# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
-GROWTH: dict[str, list[Any]] = {
-    "optim.batch_size": [64, 128, 256],
-    "masking.context_length": [28, 55, 82],
-    "masking.targets": [2, 4, 6],
-    "predictor.depth": [3, 6, 12],
-    "image_size": [160, 224, 288],
-}
-
-
-def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
-    """How the time of a step grows with batch, tokens, targets, depth and image size; JSON lines.
-
-    One thing is varied at a time, and all are timed in turn. `draw_growth` makes a figure of it.
-    """
-    own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
-    varied = [(key, value) for key, values in GROWTH.items() for value in values]
-    configs = [configure("vit_b16_stop", own | changes | {key: value}) for key, value in varied]
-    device = choose_device(configs[0].runtime.device)
-    steps: dict[str, Step] = {}
-    for (key, value), config in zip(varied, configs, strict=True):
-        if config.model_dump_json() not in steps:
-            steps[config.model_dump_json()] = step = prepare(config, "own")
-            say(f"{key} {value}: compiled in {step.compile_seconds} s")
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(_seconds(step.update, device))
-    lines = []
-    for (key, value), config in zip(varied, configs, strict=True):
-        step, taken = steps[config.model_dump_json()], times[config.model_dump_json()]
-        line = {"bench": "growth", "varied": key, "value": value, **_of(config)}
-        line |= _spread(taken, config.optim.batch_size)
-        line |= {"peak_memory_mib": step.memory, **step.tokens, **_machine(config)}
-        lines.append(line)
-    return written(lines, out, "growth")
-
-
-def draw_growth(lines: list[dict[str, Any]], path: Path) -> None:
-    """The figure of `bench_growth`: one small plot for each thing that was varied."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(line["varied"] for line in lines))
-    figure = Figure(figsize=(3 * len(names), 2.8), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        own = [line for line in lines if line["varied"] == name]
-        x, y = [line["value"] for line in own], [line["ms"] for line in own]
-        axes.plot(x, y, marker="o", color="#0072b2")
-        axes.set_xlabel(name.replace("_", " "))
-        axes.set_ylabel("ms per step")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"{own[0]['arch']}, {own[0]['device']}, {own[0]['date']}")
-    figure.savefig(path)
 
 
 # ------------------------------------------------------------------------------ one step
@@ -368,7 +310,7 @@ def matmul_rate(device: torch.device) -> float:
     n = PRODUCT[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(n, n, device=device, dtype=dtype)
-    seconds = min(_seconds(lambda: torch.mm(a, a), device) for _ in range(5))
+    seconds = min(seconds_of(lambda: torch.mm(a, a), device) for _ in range(5))
     return 2 * n**3 / seconds
 
 
@@ -384,7 +326,7 @@ def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
     return config
 
 
-def _seconds(update: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(update: Callable[[], Any], device: torch.device) -> float:
     """Seconds per call, GPU work included."""
     _wait(device)
     begin = time.perf_counter()
@@ -399,7 +341,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _spread(times: list[float], batch_size: int) -> dict[str, float]:
+def spread(times: list[float], batch_size: int) -> dict[str, float]:
     median = statistics.median(times)
     return {
         "images_per_s": round(batch_size / median, 1),
@@ -409,7 +351,7 @@ def _spread(times: list[float], batch_size: int) -> dict[str, float]:
     }
 
 
-def _of(config: Config) -> dict[str, Any]:
+def facts(config: Config) -> dict[str, Any]:
     return {
         "arch": config.arch,
         "image_size": config.image_size,
@@ -417,7 +359,7 @@ def _of(config: Config) -> dict[str, Any]:
     }
 
 
-def _machine(config: Config) -> dict[str, Any]:
+def circumstances(config: Config) -> dict[str, Any]:
     device = choose_device(config.runtime.device)
     return {
         "precision": str(choose_precision(config.runtime.precision, device) or torch.float32),

@@ -362,7 +362,9 @@ class Bench:
             case "masks":
                 print(bench.bench_masks(self.preset, self.changes, **options))
             case "growth":
-                print(bench.bench_growth(self.changes, **options))
+                from stopmim.bench_growth import bench_growth
+
+                print(bench_growth(self.changes, **options))
             case "loader":
                 from stopmim.bench_loader import bench_loader
 
