@@ -15,7 +15,7 @@ from stopmim.runtime import choose_device
 
 # What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
 GROWTH: dict[str, list[Any]] = {
-    "optim.batch_size": [64, 128, 256],
+    "optim.batch_size": [64, 128, 256, 512],
     "masking.context_length": [28, 55, 82],
     "masking.targets": [2, 4, 6],
     "predictor.depth": [3, 6, 12],

@@ -114,9 +114,10 @@ def loader(
         drawn = resident.Drawn(pixels.shape[1], pixels.shape[2], config)
         watched = _watched(images, config, min(4, cores()))
         for parts in batches(drawn, order, resident.collate, watched):
-            numbers, boxes = (x.pin_memory().to(device, non_blocking=True) for x in parts[:2])
+            numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in parts)
+            numbers, boxes = (x.to(device, non_blocking=True) for x in (numbers, boxes))
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
-            yield Loaded(crops, parts.augmentation.pin_memory(), [])
+            yield Loaded(crops, augmentation, [])
         return
     for loaded in read_crops(images, config, order):
         yield _pinned(loaded) if device.type == "cuda" else loaded
