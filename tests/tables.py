@@ -6,6 +6,7 @@ newest files in benchmarks/, so that a new measurement changes the page; what wa
 records in results/, by results.py, with its figures.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import torch
 
 import results
 from stopmim.bench import BATCH, PUBLISHED
+from stopmim.bench_growth import draw_growth
 from stopmim.config import Config, Section
 from stopmim.mim import build
 from stopmim.plan import configure
@@ -182,6 +184,7 @@ def hours(preset: str) -> float:
     return config.optim.epochs * images / cost(config.arch).rate / 3600
 
 
+GROWTH_FIGURE = "growth.svg"
 ARCHES = ("vit_b16", "vit_l16", "vit_h14")
 RUNS = ("ablation_b16_stop", "vit_b16_stop", "vit_l16_stop", "vit_h14_stop")
 
@@ -190,6 +193,7 @@ def scale_tables() -> dict[str, str]:
     return {
         "cost": _cost(),
         "kernels": _kernels(),
+        "growth": _growth(),
         "memory": _memory(),
         "network": _network(),
         "feeding": _feeding(),
@@ -228,6 +232,26 @@ def _kernels() -> str:
     for kind, ms in sorted(spent.items(), key=lambda item: -item[1]):
         rows.append([kind, f"{ms:.1f}", f"{ms / step['ms']:.0%}"])
     return _table(*rows)
+
+
+def _growth() -> str:
+    rows: list[list[object]] = [["what is varied", "value", "patches seen", "patches of a target"]]
+    rows[0] += ["ms", "images/s", "GiB"]
+    for line in measured("growth_nvidia-h200"):
+        rows.append([f"`{line['varied']}`", line["value"], line["context"], line["target"]])
+        rows[-1] += [f"{line['ms']:.1f}", f"{line['images_per_s']:,.0f}"]
+        rows[-1] += [f"{line['peak_memory_mib'] / 1024:.1f}"]
+    return _table(*rows)
+
+
+def growth_figure() -> str:
+    lines = measured("growth_nvidia-h200")
+    return results.svg(draw_growth(lines), fingerprint(lines))
+
+
+def fingerprint(lines: tuple[dict[str, Any], ...]) -> str:
+    """Equal for equal figures, whatever version of matplotlib draws them."""
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 
 def _memory() -> str:
@@ -301,6 +325,6 @@ def names(name: str) -> list[str]:
 if __name__ == "__main__":
     for name in PAGES:
         (ROOT / name).write_text(page(name))
-    for name, figure in results.all_figures().items():
+    for name, figure in {GROWTH_FIGURE: growth_figure(), **results.all_figures()}.items():
         results.FIGURES.mkdir(exist_ok=True)
         (results.FIGURES / name).write_text(figure)

@@ -46,6 +46,17 @@ def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
         assert mark in there[name], f"{name}: run `make tables`"
 
 
+def test_the_figure_of_growth_is_drawn_from_the_newest_benchmark() -> None:
+    mark = f"data {tables.fingerprint(tables.measured('growth_nvidia-h200'))}<"
+    assert mark in (results.FIGURES / tables.GROWTH_FIGURE).read_text(), "run `make tables`"
+
+
+def test_a_step_takes_as_long_as_its_batch_is_large_once_the_gpu_is_full() -> None:
+    lines = tables.measured("growth_nvidia-h200")
+    ms = {line["value"]: line["ms"] for line in lines if line["varied"] == "optim.batch_size"}
+    assert ms[512] / (2 * ms[256]) == pytest.approx(1, abs=0.05)
+
+
 def test_every_key_is_named_with_a_meaning() -> None:
     for key, _ in flatten(Config().model_dump(mode="json")):
         row = re.search(rf"^\| `{re.escape(key)}` \| `.+` \| .+ \| (.*) \|$", CONFIGURE, re.M)

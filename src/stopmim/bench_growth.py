@@ -2,8 +2,9 @@
 
 import gc
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,9 @@ from stopmim.config import Config
 from stopmim.console import say
 from stopmim.plan import configure
 from stopmim.runtime import choose_device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
 GROWTH: dict[str, list[Any]] = {
@@ -41,7 +45,7 @@ def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None =
             lines.append({"bench": "growth", "varied": key, "value": value} | known[name])
     if out is not None and importlib.util.find_spec("matplotlib"):
         out.mkdir(parents=True, exist_ok=True)
-        draw_growth(lines, out / "growth.svg")
+        draw_growth(lines).savefig(out / "growth.svg")
     return written(lines, out, "growth")
 
 
@@ -57,7 +61,7 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     return line
 
 
-def draw_growth(lines: list[dict[str, Any]], path: Path) -> None:
+def draw_growth(lines: Sequence[dict[str, Any]]) -> "Figure":
     """The figure of `bench_growth`: one small plot for each thing that was varied."""
     from matplotlib.figure import Figure
 
@@ -73,4 +77,4 @@ def draw_growth(lines: list[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{own[0]['arch']}, {own[0]['device']}, {own[0]['date']}")
-    figure.savefig(path)
+    return figure

@@ -412,7 +412,7 @@ def _train(
                 line |= {name: float(value) for name, value in values.items()}
                 if config.target == "pixels":
                     del line["momentum"]  # of nothing
-                line |= _norms(model) | clock.read(step, optim.batch_size)
+                line |= _norms(model) | clock.read(step, optim.batch_size) | _peak_memory(device)
                 line |= health.measure(model) if health and examine else {}
                 line |= {"random_init": untrained} if step == 1 and untrained else {}
                 if world.first:
@@ -478,6 +478,14 @@ class _Clock:
         rate = (step - self.step) * batch_size / max(1e-9, now - self.time)
         self.step, self.time = step, now
         return {"images_per_s": rate}
+
+
+def _peak_memory(device: torch.device) -> dict[str, float]:
+    """Of a GPU, so far: what tensors took at once, and what torch holds of it."""
+    if device.type != "cuda":
+        return {}
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return dict(zip(("memory_mib", "memory_held_mib"), (n / 2**20 for n in peaks), strict=True))
 
 
 def _norms(model: MaskedImageModel) -> dict[str, float]:
