@@ -1,6 +1,7 @@
 """What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from stopmim import checkpoint
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
 from stopmim.mim import Batch, build
-from stopmim.optim import adamw, rates, set_rates
+from stopmim.optim import adamw, rates
 from stopmim.plan import configure
-from stopmim.runtime import compiled
-from stopmim.train import comparison, draw_masks, draw_noise, find_cells, pretrain, train_step
+from stopmim.recorded import Recorded
+from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
+from stopmim.update import updater
 
 pytestmark = pytest.mark.gpu
 
@@ -30,6 +34,11 @@ SMALL: dict[str, Any] = {
     # 3x3 patches, always: one graph, which takes half a minute to compile
     "masking.target_scale": (0.14, 0.14),
     "masking.target_aspect": (1.0, 1.0),
+}
+# 3x4 and 3x3 patches: three of each in the first ten steps, and so both are recorded by then
+SEVERAL: dict[str, Any] = {
+    "masking.target_scale": (0.15, 0.2),
+    "masking.target_aspect": (0.75, 1.5),
 }
 
 
@@ -79,36 +88,53 @@ def twelve(compile_: str) -> list[float]:
     return updates(compile_, 12)
 
 
+@cache
+def twelve_of_two_sizes(compile_: str) -> list[float]:
+    return updates(compile_, 12, **SEVERAL)
+
+
+class Trained:
+    """A model that makes updates of masks and noise of a run, and of images that stay the same."""
+
+    def __init__(self, compile_: str, **more: Any) -> None:
+        fixed = SMALL if "masking" not in more else {k: SMALL[k] for k in SMALL if "mask" not in k}
+        self.config = configure("vit_b16_stop", fixed | {"runtime.compile": compile_} | more)
+        device = torch.device("cuda")
+        self.model = build(self.config).to(device).train()
+        self.optimizer = adamw(self.model, self.config.optim)
+        self.broken = torch.zeros((), device=device)
+        self.make = updater(
+            self.model, self.optimizer, self.config, device, n_parts=1, broken=self.broken
+        )
+        self.part = slice(0, self.config.optim.batch_size)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (self.part.stop, 3, 64, 64)
+        self.images = torch.randn(shape, generator=generator, device=device)
+
+    def update(self, step: int) -> dict[str, Tensor]:
+        (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
+        cells = find_cells(self.config, step, masks.targets)
+        noise = draw_noise(
+            self.model.predictor, masks, self.part, self.config, step, torch.bfloat16
+        )
+        part = Batch(self.images, *masks, cells), noise
+        return self.make(iter([part]), rates(self.config.optim, step, 100))
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all that an update changes, the target encoder aside."""
+        weights, slots = checkpoint.gathered(self.model, self.optimizer)
+        return {k: v for k, v in weights.items() if not k.startswith("target_encoder")} | slots
+
+
 def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
     """The losses of `n` updates; from `strict_from` on, waiting for the device is an error."""
-    fixed = SMALL if "masking" not in more else {k: SMALL[k] for k in SMALL if "mask" not in k}
-    config = configure("vit_b16_stop", fixed | {"runtime.compile": compile_} | more)
-    device = torch.device("cuda")
-    model = build(config).to(device).train()
-    optimizer = adamw(model, config.optim)
-    loss = compiled(comparison(config), config, device)
-    part = slice(0, config.optim.batch_size)
-    generator = torch.Generator(device).manual_seed(0)
-    images = torch.randn(part.stop, 3, 64, 64, generator=generator, device=device)
-    broken = torch.zeros((), device=device)
+    trained = Trained(compile_, **more)
     losses = []
     try:
         for step in range(n):
             if step == strict_from:
                 torch.cuda.set_sync_debug_mode("error")
-            set_rates(optimizer, rates(config.optim, step, 100))
-            (masks,) = draw_masks(config, step, [part], device)
-            noise = draw_noise(model.predictor, masks, part, config, step, torch.bfloat16)
-            values = train_step(
-                model,
-                iter([(Batch(images, *masks, find_cells(config, step, masks.targets)), noise)]),
-                optimizer,
-                momentum=0.996,
-                amp=torch.bfloat16,
-                broken=broken,
-                compare=loss,
-            )
-            losses.append(values["loss"])
+            losses.append(trained.update(step)["loss"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(x) for x in losses]
@@ -120,6 +146,55 @@ def test_compiled_and_plain_training_give_the_same_losses() -> None:
 
 def test_recorded_and_compiled_training_give_the_same_losses() -> None:
     torch.testing.assert_close(twelve("auto"), twelve("on"), rtol=5e-3, atol=0)
+
+
+def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() -> None:
+    """The sizes take turns, so one is played back while the other is still made as usual."""
+    recorded, compiled = twelve_of_two_sizes("auto"), twelve_of_two_sizes("on")
+    torch.testing.assert_close(recorded, compiled, rtol=5e-3, atol=0)
+    assert recorded[0] > 1.02 * recorded[-1]  # or standing still would look the same
+
+
+def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
+    """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
+    played, usual = Trained("auto"), Trained("auto")
+    assert isinstance(played.make, Recorded)
+    assert isinstance(usual.make, Recorded)
+    for step in range(6):
+        usual.make.made.clear()
+        a, b = played.update(step), usual.update(step)
+        assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
+    assert len(played.make.recordings) == 1
+    assert not usual.make.recordings
+    ours, theirs = played.state(), usual.state()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+
+
+def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
+    trained = Trained("auto", **{"optim.lr": 1e-2, "optim.warmup_epochs": 1})  # of 2
+    moved = []
+    for step in (0, 0, 0, 0, 90):
+        before = trained.state()
+        trained.update(step)
+        after = trained.state()
+        bias = "predictor.predictor_proj.bias"  # does not decay
+        moved.append(float((after[bias] - before[bias]).abs().max()))
+    assert moved[4] > 3 * moved[3] > 0
+
+
+def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
+    trained = Trained("auto")
+    for step in range(5):
+        trained.update(step)
+    before, images = trained.state(), trained.images
+    trained.images = images * math.nan
+    assert math.isnan(trained.update(5)["loss"])
+    trained.images = images
+    for step in (6, 7):
+        assert math.isfinite(trained.update(step)["loss"])
+    after = trained.state()
+    assert [k for k in before if not torch.equal(before[k], after[k])] == []
+    assert int(trained.broken) == 3  # counted from the first on
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -139,8 +214,7 @@ def test_every_variant_is_compiled_to_what_it_is(name: str) -> None:
 
 
 def test_nothing_waits_for_the_device_between_log_points() -> None:
-    several = {"masking.target_scale": (0.15, 0.2), "masking.target_aspect": (0.75, 1.5)}
-    assert len(updates("auto", 40, strict_from=20, **several)) == 40
+    assert len(updates("auto", 40, strict_from=20, **SEVERAL)) == 40
 
 
 def test_waiting_for_the_device_would_be_noticed() -> None:
@@ -160,6 +234,20 @@ def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: 
     losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
     print(json.dumps({"bit for bit": losses[0] == losses[1]}))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("first", "then"), [("auto", "off"), ("off", "auto")])
+def test_a_checkpoint_of_recorded_updates_goes_on_without_and_the_other_way_round(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    options = SMALL | {"runtime.log_every": 1}
+    kinds = ({"runtime.compile": first}, {"runtime.compile": then})
+    whole = pretrain("scenes:1024:64", tmp_path / "whole", "vit_b16_stop", **options, **kinds[0])
+    pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", stop_at=8, **options, **kinds[0])
+    cut = pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", **options, **kinds[1])
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
+    assert len(losses[0]) == 16
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
 
 
 def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> None:

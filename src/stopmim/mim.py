@@ -139,13 +139,19 @@ class MaskedImageModel(nn.Module):
         return torch.stack([take(features, index) for index in target_index])
 
     @torch.no_grad()
-    def update_target(self, momentum: float) -> None:
+    def update_target(self, momentum: float | Tensor) -> None:
         """target <- momentum * target + (1 - momentum) * encoder, parameter by parameter."""
         if self.target_encoder is None:
             return
         target: list[Tensor] = list(self.target_encoder.parameters())
         online: list[Tensor] = list(self.encoder.parameters())
-        torch._foreach_lerp_(target, online, 1.0 - momentum)
+        if not isinstance(momentum, Tensor):
+            torch._foreach_lerp_(target, online, 1.0 - momentum)
+            return
+        # It takes no weight that is on the device; these are its steps.
+        way = torch._foreach_sub(online, target)
+        torch._foreach_mul_(way, (1.0 - momentum).float())
+        torch._foreach_add_(target, way)
 
 
 def build(config: Config) -> MaskedImageModel:
