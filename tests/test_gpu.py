@@ -15,7 +15,7 @@ from stopmim import checkpoint
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
 from stopmim.mim import Batch, build
-from stopmim.optim import adamw, rates
+from stopmim.optim import Rates, adamw, rates
 from stopmim.plan import configure
 from stopmim.recorded import Recorded
 from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
@@ -88,11 +88,6 @@ def twelve(compile_: str) -> list[float]:
     return updates(compile_, 12)
 
 
-@cache
-def twelve_of_two_sizes(compile_: str) -> list[float]:
-    return updates(compile_, 12, **SEVERAL)
-
-
 class Trained:
     """A model that makes updates of masks and noise of a run, and of images that stay the same."""
 
@@ -111,19 +106,20 @@ class Trained:
         shape = (self.part.stop, 3, 64, 64)
         self.images = torch.randn(shape, generator=generator, device=device)
 
-    def update(self, step: int) -> dict[str, Tensor]:
+    def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
         (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
         cells = find_cells(self.config, step, masks.targets)
         noise = draw_noise(
             self.model.predictor, masks, self.part, self.config, step, torch.bfloat16
         )
         part = Batch(self.images, *masks, cells), noise
-        return self.make(iter([part]), rates(self.config.optim, step, 100))
+        return self.make(iter([part]), now or rates(self.config.optim, step, 100))
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that an update changes, the target encoder aside."""
         weights, slots = checkpoint.gathered(self.model, self.optimizer)
-        return {k: v for k, v in weights.items() if not k.startswith("target_encoder")} | slots
+        slots |= {k: v for k, v in weights.items() if not k.startswith("target_encoder")}
+        return {name: x.clone() for name, x in slots.items()}
 
 
 def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
@@ -150,9 +146,9 @@ def test_recorded_and_compiled_training_give_the_same_losses() -> None:
 
 def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() -> None:
     """The sizes take turns, so one is played back while the other is still made as usual."""
-    recorded, compiled = twelve_of_two_sizes("auto"), twelve_of_two_sizes("on")
-    torch.testing.assert_close(recorded, compiled, rtol=5e-3, atol=0)
-    assert recorded[0] > 1.02 * recorded[-1]  # or standing still would look the same
+    recorded, usual = updates("auto", 12, **SEVERAL), updates("on", 12, **SEVERAL)
+    torch.testing.assert_close(recorded, usual, rtol=5e-3, atol=0)
+    assert recorded[0] > 1.5 * recorded[-1]  # or standing still would look the same
 
 
 def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
@@ -171,15 +167,23 @@ def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> N
 
 
 def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
-    trained = Trained("auto", **{"optim.lr": 1e-2, "optim.warmup_epochs": 1})  # of 2
-    moved = []
-    for step in (0, 0, 0, 0, 90):
-        before = trained.state()
+    trained = Trained("auto")
+    for step in range(4):
         trained.update(step)
-        after = trained.state()
-        bias = "predictor.predictor_proj.bias"  # does not decay
-        moved.append(float((after[bias] - before[bias]).abs().max()))
-    assert moved[4] > 3 * moved[3] > 0
+    weight = trained.model.encoder.blocks[0].mlp.fc1.weight
+    follower = trained.model.branch().blocks[0].mlp.fc1.weight
+    before = weight.clone(), follower.clone()
+    trained.update(4, Rates(lr=0.0, weight_decay=0.4, momentum=1.0))
+    assert torch.equal(weight, before[0])
+    assert torch.equal(follower, before[1])
+    trained.update(5, Rates(lr=1e-4, weight_decay=5e3, momentum=1.0))  # halves them
+    torch.testing.assert_close(weight, before[0] / 2, rtol=0, atol=1e-3)
+    assert torch.equal(follower, before[1])
+    trained.update(6, Rates(lr=0.0, weight_decay=0.4, momentum=0.0))
+    torch.testing.assert_close(follower, weight, rtol=0, atol=1e-6)
+    assert weight.abs().max() > 0.01  # or all of this would say little
+    assert isinstance(trained.make, Recorded)
+    assert trained.make.recordings
 
 
 def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
