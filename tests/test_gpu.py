@@ -170,8 +170,9 @@ def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
     trained = Trained("auto")
     for step in range(4):
         trained.update(step)
-    weight = trained.model.encoder.blocks[0].mlp.fc1.weight
-    follower = trained.model.branch().blocks[0].mlp.fc1.weight
+    name = "blocks.0.mlp.fc1.weight"
+    weight = trained.model.encoder.get_parameter(name)
+    follower = trained.model.branch().get_parameter(name)
     before = weight.clone(), follower.clone()
     trained.update(4, Rates(lr=0.0, weight_decay=0.4, momentum=1.0))
     assert torch.equal(weight, before[0])
@@ -244,11 +245,12 @@ def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: 
 def test_a_checkpoint_of_recorded_updates_goes_on_without_and_the_other_way_round(
     tmp_path: Path, first: str, then: str
 ) -> None:
-    options = SMALL | {"runtime.log_every": 1}
-    kinds = ({"runtime.compile": first}, {"runtime.compile": then})
-    whole = pretrain("scenes:1024:64", tmp_path / "whole", "vit_b16_stop", **options, **kinds[0])
-    pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", stop_at=8, **options, **kinds[0])
-    cut = pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", **options, **kinds[1])
+    begun, ended = (
+        SMALL | {"runtime.log_every": 1, "runtime.compile": kind} for kind in (first, then)
+    )
+    whole = pretrain("scenes:1024:64", tmp_path / "whole", "vit_b16_stop", **begun)
+    pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", stop_at=8, **begun)
+    cut = pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", **ended)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
     assert len(losses[0]) == 16
     torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
