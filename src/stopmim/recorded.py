@@ -7,6 +7,7 @@ they are, and what is to outlast it (weights, moments, `broken`) was there befor
 memory that the recordings share, and means nothing once another was played.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from stopmim.predictor import Noise
 WARM = 2  # updates of a size that are made as usual: they compile, load kernels, create moments
 
 Part = tuple[Batch, Noise]
+Size = tuple[torch.Size | None, ...]  # of all that a part consists of
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Recorded:
         self.update = update
         self.inputs: dict[tuple[int, torch.Size], Tensor] = {}
         self.now = Rates(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
-        self.made: dict[tuple[torch.Size | None, ...], int] = {}  # as usual, of every size
-        self.recordings: dict[tuple[torch.Size | None, ...], Recording] = {}
+        self.made = Counter[Size]()  # updates as usual
+        self.recordings: dict[Size, Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
         # One stream for all that is made as usual or recorded: autograd remembers on which one a
         # parameter was first used, and cuBLAS has memory of its own for every stream.
@@ -61,8 +63,7 @@ class Recorded:
         for held, value in zip(self.now, now, strict=True):
             held.fill_(value)
         size = tuple(x if x is None else x.shape for x in (*batch, *noise))
-        made = self.made.setdefault(size, 0)
-        if made < WARM:
+        if self.made[size] < WARM:
             self.made[size] += 1
             return self._as_usual(part)
         if size not in self.recordings:
