@@ -71,6 +71,15 @@ def test_the_text_fits_a_terminal_and_says_what_to_do(folder: Path) -> None:
     assert lines[-1].startswith("  verdict   not usable")
 
 
+def test_too_few_updates_are_told_with_the_epochs_that_would_do(folder: Path) -> None:
+    def said(epochs: int) -> str:
+        changes = {"optim.batch_size": 4, "optim.epochs": epochs}
+        return " ".join(check(folder, "vit_b16_stop", changes).text().split())
+
+    assert "try --optim.epochs 500" in said(249)
+    assert "too little" not in said(250)
+
+
 def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_skipped(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
