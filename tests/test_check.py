@@ -11,7 +11,7 @@ from stopmim import Run, pretrain
 from stopmim.check import check
 from stopmim.cli import main
 from stopmim.data import open_images
-from stopmim.data.skip import Without, read_list, without_skipped
+from stopmim.data.skip import read_list, without, without_skipped
 from stopmim.errors import DataError
 from test_decode import encoded, picture
 from tiny import NoiseImages, assert_same_run, tiny, write_folder
@@ -71,6 +71,15 @@ def test_the_text_fits_a_terminal_and_says_what_to_do(folder: Path) -> None:
     assert lines[-1].startswith("  verdict   not usable")
 
 
+def test_too_few_updates_are_told_with_the_epochs_that_would_do(folder: Path) -> None:
+    def said(epochs: int) -> str:
+        changes = {"optim.batch_size": 4, "optim.epochs": epochs}
+        return " ".join(check(folder, "vit_b16_stop", changes).text().split())
+
+    assert "try --optim.epochs 500" in said(249)
+    assert "too little" not in said(250)
+
+
 def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_skipped(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,14 +126,14 @@ def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
 
 def test_images_left_out_are_never_read_and_the_others_keep_names_and_labels(folder: Path) -> None:
     images = open_images(folder)
-    rest = Without(images, {"a/cut.jpg", "a/empty.png", "a/text.gif", "gone.jpg"})
+    rest = without(images, {"a/cut.jpg", "a/empty.png", "a/text.gif", "gone.jpg"})
     assert len(rest) == 15
     names = [rest.name(i) for i in range(15)]
     assert names == [images.name(i) for i in range(18) if images.name(i) in names]
     assert all(rest.read(i).ndim == 3 for i in range(15))
     assert np.bincount(rest.labels["class"]).tolist() == [9, 6]
     assert rest.fingerprint != images.fingerprint
-    assert rest.fingerprint != Without(images, {"a/cut.jpg"}).fingerprint
+    assert rest.fingerprint != without(images, {"a/cut.jpg"}).fingerprint
 
 
 def test_a_run_that_skips_is_the_run_on_the_others_and_resumes_exactly(tmp_path: Path) -> None:

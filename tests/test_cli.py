@@ -26,8 +26,11 @@ TINY = [
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("", 2, "Expected one of {demo, pretrain"),
-        ("pretain x", 2, "Unrecognized options: pretain"),
+        ("", 2, "error: a command is missing; there are demo, pretrain"),
+        ("pretain x", 2, 'error: no command "pretain"; did you mean "pretrain"?; there are demo'),
+        ("eval runs/x", 2, 'error: eval: no command "runs/x"; there are knn, linear'),
+        ("eval --data x", 2, 'error: eval: no command "--data"; there are knn, linear'),
+        ("eval", 2, "error: eval: a command is missing; there are knn, linear"),
         ("pretrain", 2, "Missing from stopmim pretrain: DATA"),
         ("pretrain x --outt y", 2, 'did you mean "--out"?'),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),

@@ -571,7 +571,7 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("eval", 2, "Expected one of {knn, linear"),
+        ("eval", 2, "a command is missing; there are knn, linear"),
         ("eval knn", 2, "ENCODER"),
         ("eval knn random:vit_b16", 2, "expected random:ARCH@SIZE"),
         ("eval knn random:vit_micro6@25", 2, "patch 6 does not divide"),

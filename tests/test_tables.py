@@ -11,6 +11,7 @@ import results
 import tables
 from stopmim.cli import main
 from stopmim.config import Config, flatten
+from stopmim.plan import configure
 from stopmim.presets import PRESETS
 from stopmim.report.record import as_text
 
@@ -44,6 +45,15 @@ def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
     assert there.keys() == wanted.keys(), "run `make tables`, remove what is not wanted"
     for name, mark in wanted.items():
         assert mark in there[name], f"{name}: run `make tables`"
+
+
+def test_the_preset_for_small_images_is_what_was_trained_three_times() -> None:
+    ours = configure("small_images").model_dump(mode="json", exclude={"runtime", "seed"})
+    study = next(study for study in results.studies() if study.name == "sigma")
+    trained = [one["config"] for one in study.records if one["row"] == "StoP-0.25"]
+    assert len(trained) == 3
+    for config in trained:
+        assert {key: config[key] for key in ours} == ours
 
 
 def test_the_figure_of_growth_is_drawn_from_the_newest_benchmark() -> None:

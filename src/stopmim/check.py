@@ -27,6 +27,7 @@ GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
 CHUNK = 32  # images that a worker reports on at a time
 IMAGENET = 1_281_167  # images that the costs of the presets are for
+FEW_UPDATES = 1000  # after so many the runs of docs/results.md had not learned what k-NN can use
 
 _COST = re.compile(r"Cost: (?:about |more than )?(\d+) hours")
 
@@ -141,6 +142,9 @@ class Report:
         if not steps:
             return f"{self.preset}: none, an update takes {size}"
         text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
+        if optim.epochs * steps < FEW_UPDATES:
+            enough = -(-2 * FEW_UPDATES // steps)
+            return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
         cost = _COST.search(getattr(PRESETS.get(self.preset), "__doc__", None) or "")
         if not cost:
             return text

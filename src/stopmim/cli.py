@@ -4,6 +4,7 @@ torch is imported inside the commands that need it, so that ``--help`` and a typ
 """
 
 import contextlib
+import difflib
 import io
 import os
 import re
@@ -472,9 +473,24 @@ def _one_line(box: str, words: list[str]) -> str:
     _, *lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     text = " ".join(lines).partition("For full helptext")[0]
     said, _, near = text.partition("Perhaps you meant:")
+    known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", said)
+    if known and (lost := _no_such_command(words, known[1].strip().split(", "))):
+        return lost
     hint = f'did you mean "{near.split()[0]}"?' if near else ""
     command = f" {words[0]}" if words and words[0] in text else ""
     return "; ".join(filter(None, [said.strip(" ."), hint, f"see stopmim{command} --help"]))
+
+
+def _no_such_command(words: list[str], names: list[str]) -> str:
+    """What to say of a command that is not one of `names`, or is not there; else nothing."""
+    above = [word for word in words[:1] if word == "eval"]
+    word = next(iter(words[len(above) :]), "")
+    if word in names:
+        return ""
+    near = difflib.get_close_matches(word, names, 1)
+    given = f'no command "{word}"' if word else "a command is missing"
+    hint = [f'did you mean "{near[0]}"?'] if near else []
+    return ": ".join([*above, "; ".join([given, *hint, f"there are {', '.join(names)}"])])
 
 
 def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:

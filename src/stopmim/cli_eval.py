@@ -24,6 +24,8 @@ class Asked:
     """labelled images to fit on, if the parts lie in different places; with --test"""
     test: Annotated[str | None, arg(metavar="DATA")] = None
     """labelled images to test on"""
+    hold_out: Annotated[float | None, arg(metavar="SHARE")] = None
+    """for --data in one part: test on this share of each class, as 0.2, and fit on the rest"""
     label: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     """which labels, as count distance; default: all"""
     branch: Literal["target", "context"] = "target"
@@ -48,7 +50,19 @@ class Asked:
 Encoder = Annotated[Positional[str], arg(metavar="ENCODER")]
 Selections = Literal["held-out", "paper", "both"]
 _REQUEST = {
-    *("data", "train", "test", "label", "branch", "size", "device", "precision", "seed", "out"),
+    *(
+        "data",
+        "train",
+        "test",
+        "hold_out",
+        "label",
+        "branch",
+        "size",
+        "device",
+        "precision",
+        "seed",
+        "out",
+    ),
     *("selection", "layers", "recipe", "views", "per_class", "list", "released", "videos"),
     *("video_size",),
 }

@@ -46,6 +46,7 @@ class Request:
     data: str | None = None
     train: str | None = None
     test: str | None = None
+    hold_out: float | None = None
     videos: str | None = None
     video_size: int | None = None
     tracking: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -217,7 +218,8 @@ def options_of(
 
 
 def _images(request: Request, encoder: Encoder) -> tuple[Images, Images]:
-    return open_pair(request.data, request.train, request.test, encoder)
+    parts = request.data, request.train, request.test
+    return open_pair(*parts, encoder, hold_out=request.hold_out, seed=request.seed)
 
 
 def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, Any]:

@@ -100,13 +100,14 @@ def train_heads(
         for epoch in range(recipe.epochs):
             x = views[epoch % len(views)]
             order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
+            labels = y[order.to(device)].split(recipe.batch_size)
             # A lone sample has no deviation to be normed by; it waits for the next epoch.
-            parts = [part for part in order.split(recipe.batch_size) if len(part) > 1]
+            parts = [part for part in order.to(x.device).split(recipe.batch_size) if len(part) > 1]
             for i, part in enumerate(parts):
                 rate = recipe.rate(epoch + i / len(parts))
-                batch = x[part.to(x.device)].to(device).float()
+                batch = x[part].to(device).float()
                 for group in groups:
-                    group.step(batch, y[part.to(device)], rate)
+                    group.step(batch, labels[i], rate)
             ticker.update(epoch + 1, f"{recipe.batch_size} samples at a time")
             if not every_epoch and epoch + 1 < recipe.epochs:
                 continue

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stopmim.data import Images, open_images
 from stopmim.data.recipes import View
 from stopmim.data.scenes import Scenes
+from stopmim.data.some import held_out
 from stopmim.errors import DataError, UserError
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
@@ -60,19 +61,30 @@ def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
 
 
 def open_pair(
-    data: str | None, train: str | None, test: str | None, encoder: Encoder
+    data: str | None,
+    train: str | None,
+    test: str | None,
+    encoder: Encoder,
+    *,
+    hold_out: float | None = None,
+    seed: int = 0,
 ) -> tuple[Images, Images]:
     """Images to fit on and images to test on.
 
-    `data` alone means its train and its test part. Scenes have as many of both, the test scenes
-    with the next seed. Nothing at all means scenes that no preset was chosen on.
+    `data` alone means its train and its test part, or with `hold_out` that share of each class to
+    test on. Scenes have as many of both, the test scenes with the next seed. Nothing at all means
+    scenes that no preset was chosen on.
     """
+    if hold_out is not None and (data is None or not 0 < hold_out < 1):
+        raise UserError(f"--hold-out {hold_out:g}: expected a share of --data, as 0.2")
     if data is None and train is None and test is None:
         size = native_size(encoder)
         data = f"scenes:4096:{size}:3"
     if data is not None:
         if train is not None or test is not None:
             raise UserError("eval: --data is both parts in one: leave out --train and --test")
+        if hold_out is not None:
+            return held_out(open_images(data), hold_out, seed)
         return open_images(data, "train"), open_images(data, "test")
     if train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")

@@ -1,0 +1,45 @@
+"""Some images of a source: those that are not skipped, or one of two parts that were split."""
+
+import hashlib
+
+import numpy as np
+
+from stopmim.data.images import Chunked, Images
+from stopmim.keys import numpy_generator
+
+
+class Some:
+    """The `kept` of `images`, numbered anew; with a fingerprint of its own."""
+
+    def __init__(self, images: Images, kept: np.ndarray) -> None:
+        self.images, self.kept = images, kept
+        self.labels = {name: label[kept] for name, label in images.labels.items()}
+        if isinstance(images, Chunked):  # what is left of a chunk still lies side by side
+            self.chunks = np.searchsorted(kept, images.chunks)
+            self.window = images.window
+        digest = hashlib.sha256(images.fingerprint.encode())
+        digest.update(np.setdiff1d(np.arange(len(images)), kept).astype("<i8").tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def read(self, i: int) -> np.ndarray:
+        return self.images.read(int(self.kept[i]))
+
+    def name(self, i: int) -> str:
+        return self.images.name(int(self.kept[i]))
+
+
+def held_out(images: Images, share: float, seed: int) -> tuple[Some, Some]:
+    """Images to fit on and images to test on: `share` of each class, but neither none nor all.
+
+    A class of one image is in the first part. Classes are those of the first label there is.
+    """
+    label = next(iter(images.labels.values()), np.zeros(len(images), np.int64))
+    rng = numpy_generator("hold out", seed)
+    tested = np.zeros(len(images), bool)
+    for one in np.unique(label):
+        own = rng.permutation(np.flatnonzero(label == one))
+        tested[own[: min(len(own) - 1, max(1, round(share * len(own))))]] = True
+    return Some(images, np.flatnonzero(~tested)), Some(images, np.flatnonzero(tested))

@@ -1,0 +1,58 @@
+"""Some of the images of a source, and a source in two parts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stopmim.cli import main
+from stopmim.data.arrays import Arrays
+from stopmim.data.some import Some, held_out
+from tiny import write_folder
+
+
+def source(counts: list[int]) -> Arrays:
+    label = np.repeat(np.arange(len(counts)), counts)
+    pixels = np.arange(len(label), dtype=np.uint8)[:, None, None, None] + np.zeros(
+        (1, 2, 2, 3), int
+    )
+    return Arrays(pixels.astype(np.uint8), {"class": label}, [], "numbers")
+
+
+def values(images: Some) -> list[int]:
+    return [int(images.read(i).max()) for i in range(len(images))]
+
+
+def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
+    images = source([10, 20, 3, 1])
+    fit, test = held_out(images, 0.2, seed=0)
+    assert sorted(values(fit) + values(test)) == list(range(34))
+    # Of three a fifth is less than one image, and one is tested; a lone image is never tested.
+    assert np.bincount(test.labels["class"], minlength=4).tolist() == [2, 4, 1, 0]
+    for part in (fit, test):
+        assert [images.labels["class"][v] for v in values(part)] == part.labels["class"].tolist()
+    assert fit.fingerprint != test.fingerprint
+
+
+def test_no_class_is_tested_whole_and_the_seed_decides_who_is() -> None:
+    images = source([4, 4])
+    fit, test = held_out(images, 0.99, seed=0)
+    assert np.bincount(fit.labels["class"]).tolist() == [1, 1]
+    drawn = {tuple(values(held_out(images, 0.5, seed)[1])) for seed in range(8)}
+    assert len(drawn) > 4
+    assert values(held_out(images, 0.99, seed=0)[1]) == values(test)
+
+
+def test_a_folder_without_a_test_part_can_be_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat", "dog"):
+        write_folder(tmp_path / "data" / name, 5)
+    words = ["eval", "knn", "random:vit_micro8@24", "--data", str(tmp_path / "data")]
+    assert main(words) == 3
+    assert "eval --hold-out 0.2 makes one" in capsys.readouterr().err
+    assert main([*words, "--hold-out", "0.4"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("knn")]
+    assert line.split()[-4:] == ["4", "train", "k", "5"]  # of ten, two of each class
+    assert main([*words, "--hold-out", "1"]) == 2
+    assert "--hold-out 1: expected a share" in capsys.readouterr().err
