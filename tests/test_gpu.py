@@ -1,5 +1,6 @@
 """What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
 
+import dataclasses
 import json
 import math
 from functools import cache
@@ -14,13 +15,14 @@ from torch import Tensor
 from stopmim import checkpoint
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
+from stopmim.evals.heads import grid, train_heads
+from stopmim.evals.protocols import OWN, TASKS, Recipe
 from stopmim.mim import Batch, build
 from stopmim.optim import Rates, adamw, rates
 from stopmim.plan import configure
-from stopmim.recorded import Recorded
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
-from stopmim.update import updater
+from stopmim.update import Played, updater
 
 pytestmark = pytest.mark.gpu
 
@@ -154,14 +156,14 @@ def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() ->
 def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
     """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
     played, usual = Trained("auto"), Trained("auto")
-    assert isinstance(played.make, Recorded)
-    assert isinstance(usual.make, Recorded)
+    assert isinstance(played.make, Played)
+    assert isinstance(usual.make, Played)
     for step in range(6):
-        usual.make.made.clear()
+        usual.make.recorded.made.clear()
         a, b = played.update(step), usual.update(step)
         assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
-    assert len(played.make.recordings) == 1
-    assert not usual.make.recordings
+    assert len(played.make.recorded.recordings) == 1
+    assert not usual.make.recorded.recordings
     ours, theirs = played.state(), usual.state()
     assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
 
@@ -183,8 +185,26 @@ def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
     trained.update(6, Rates(lr=0.0, weight_decay=0.4, momentum=0.0))
     torch.testing.assert_close(follower, weight, rtol=0, atol=1e-6)
     assert weight.abs().max() > 0.01  # or all of this would say little
-    assert isinstance(trained.make, Recorded)
-    assert trained.make.recordings
+    assert isinstance(trained.make, Played)
+    assert trained.make.recorded.recordings
+
+
+@pytest.mark.parametrize("recipe", [OWN, TASKS["imagenet_lars"].recipe], ids=["sgd", "lars"])
+def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Recipe) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(600) % 5
+    x = torch.randn(600, 16, generator=generator) + torch.randn(5, 16, generator=generator)[y]
+    short = dataclasses.replace(recipe, epochs=3, batch_size=64)  # and a last batch of 16
+    heads = grid(short, [1, 2])
+    found = [
+        train_heads(
+            heads, short, [x[:400]], y[:400], x[400:], y[400:], width=8, device=device, tf32=False
+        )
+        for device in ("cuda", "cpu")
+    ]
+    right = [one.correct.double() / 200 for one in found]
+    assert (right[0] - right[1]).abs().max() < 0.03
+    assert right[1][-1].max() > 0.5
 
 
 def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:

@@ -14,9 +14,8 @@ from stopmim.config import OptimConfig
 from stopmim.mim import MaskedImageModel
 from stopmim.optim import Rates, adamw, rates, set_rates, step_at
 from stopmim.plan import configure
-from stopmim.recorded import Part
 from stopmim.runtime import compiles_itself
-from stopmim.update import recordable_step, train_step, updater
+from stopmim.update import Part, recordable_step, train_step, updater
 from test_mim import draw, small, small_batch
 
 # A decay and a rate so high that forgetting one, or mixing them up, cannot be missed.

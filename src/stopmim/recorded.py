@@ -1,27 +1,21 @@
-"""Updates as CUDA graphs: recorded once for every size of target block, then played back.
+"""What is done again and again on a GPU as CUDA graphs: recorded for every shape, then played back.
 
 An update is a thousand kernels and more. To launch them one by one takes a processor longer than
 many a GPU needs to run them; a recording is one launch, and nothing of Python is left of it. It has
 addresses in it, not values. So what an update is made from is copied to tensors that stay where
-they are, and what is to outlast it (weights, moments, `broken`) was there before. All else lives in
+they are, and what is to outlast it (weights, moments, counters) was there before. All else lives in
 memory that the recordings share, and means nothing once another was played.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stopmim.mim import Batch
-from stopmim.optim import Rates
-from stopmim.predictor import Noise
+WARM = 2  # calls of a shape that are made as usual: they compile, load kernels, create moments
 
-WARM = 2  # updates of a size that are made as usual: they compile, load kernels, create moments
-
-Part = tuple[Batch, Noise]
-Size = tuple[torch.Size | None, ...]  # of all that a part consists of
+Shapes = tuple[torch.Size | None, ...]
 
 
 @dataclass(frozen=True)
@@ -36,63 +30,60 @@ class Recording:
 
 
 class Recorded:
-    """Makes updates by `update`, in which nothing but tensors may differ from step to step.
+    """Calls `function`, in which nothing but tensors may differ from one call to the next.
 
-    Called with the only part of a batch and the rates of the step, it returns what `update` does.
+    Its arguments are tensors, numbers (which it gets as tensors of float64) and None; it returns
+    numbers by name, each a tensor.
     """
 
-    def __init__(
-        self, update: Callable[[Part, Rates[Tensor]], dict[str, Tensor]], device: torch.device
-    ) -> None:
-        self.update = update
+    def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
+        self.function, self.device = function, device
         self.inputs: dict[tuple[int, torch.Size], Tensor] = {}
-        self.now = Rates(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
-        self.made = Counter[Size]()  # updates as usual
-        self.recordings: dict[Size, Recording] = {}
+        self.made: dict[Shapes, int] = {}  # as usual
+        self.recordings: dict[Shapes, Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
         # One stream for all that is made as usual or recorded: autograd remembers on which one a
         # parameter was first used, and cuBLAS has memory of its own for every stream.
         self.stream = torch.cuda.Stream(device)
 
-    def __call__(self, parts: Iterator[Part], now: Rates[float]) -> dict[str, Tensor]:
-        ((batch, noise),) = parts
-        part = (
-            Batch._make(self._held(i, x) for i, x in enumerate(batch)),
-            Noise._make(self._held(i, x) for i, x in enumerate(noise, start=len(batch))),
-        )
-        for held, value in zip(self.now, now, strict=True):
-            held.fill_(value)
-        size = tuple(x if x is None else x.shape for x in (*batch, *noise))
-        if self.made[size] < WARM:
-            self.made[size] += 1
-            return self._as_usual(part)
-        if size not in self.recordings:
-            self.recordings[size] = self._record(part)
-        return self.recordings[size].play()
+    def __call__(self, *inputs: Tensor | float | None) -> dict[str, Tensor]:
+        held = [self._held(i, x) for i, x in enumerate(inputs)]
+        shapes = tuple(x if x is None else x.shape for x in held)
+        if self.made.setdefault(shapes, 0) < WARM:
+            self.made[shapes] += 1
+            return self._as_usual(held)
+        if shapes not in self.recordings:
+            self.recordings[shapes] = self._record(held)
+        return self.recordings[shapes].play()
 
-    def _held(self, i: int, x: Tensor | None) -> Tensor | None:
+    def _held(self, i: int, x: Tensor | float | None) -> Tensor | None:
         """A copy of `x`, input number `i`, where all recordings of that shape will look for it."""
         if x is None:
             return None
-        if (i, x.shape) not in self.inputs:
-            self.inputs[i, x.shape] = torch.empty_like(x)
-        return self.inputs[i, x.shape].copy_(x)
+        if not isinstance(x, Tensor):
+            return self._place(i, torch.zeros((), dtype=torch.float64, device="meta")).fill_(x)
+        return self._place(i, x).copy_(x)
 
-    def _as_usual(self, part: Part) -> dict[str, Tensor]:
+    def _place(self, i: int, like: Tensor) -> Tensor:
+        if (i, like.shape) not in self.inputs:
+            self.inputs[i, like.shape] = torch.empty_like(like, device=self.device)
+        return self.inputs[i, like.shape]
+
+    def _as_usual(self, held: list[Tensor | None]) -> dict[str, Tensor]:
         """Each stream waits for the other, so memory of one can be used and freed in the other."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
-            values = self.update(part, self.now)
+            values = self.function(*held)
         here.wait_stream(self.stream)
         return values
 
-    def _record(self, part: Part) -> Recording:
+    def _record(self, held: list[Tensor | None]) -> Recording:
         """Waits for the device, and runs nothing on it; other threads may use it meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         ):
-            values = self.update(part, self.now)
+            values = self.function(*held)
             together = torch.stack(tuple(values.values()))
         return Recording(graph, tuple(values), together)

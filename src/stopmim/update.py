@@ -7,6 +7,7 @@ Shapes: B images of a part, M target blocks of K patches, T numbers to predict p
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ from stopmim.distributed import ALONE, World, average_gradients, whole
 from stopmim.mim import Batch, MaskedImageModel
 from stopmim.optim import Rates, set_rates, step_at
 from stopmim.predictor import Noise, Predictor
-from stopmim.recorded import Part, Recorded
+from stopmim.recorded import Recorded
 from stopmim.runtime import choose_precision, compiled, compiles_itself
+
+Part = tuple[Batch, Noise]
 
 # ------------------------------------------------------------------------------ the loss
 
@@ -224,12 +227,13 @@ def updater(
             spread=spread,
         )
 
-    def recordable(part: Part, now: Rates[Tensor]) -> dict[str, Tensor]:
+    def recordable(*tensors: Tensor) -> dict[str, Tensor]:
+        n = len(Batch._fields), len(Batch._fields) + len(Noise._fields)
         return recordable_step(
             model,
-            part,
+            (Batch(*tensors[: n[0]]), Noise(*tensors[n[0] : n[1]])),
             optimizer,
-            now,
+            Rates(*tensors[n[1] :]),
             amp=amp,
             clip=clip,
             penalty=penalty,
@@ -238,4 +242,17 @@ def updater(
         )
 
     alone = world.store is None and n_parts == 1 and scaler is None
-    return Recorded(recordable, device) if alone and compiles_itself(config, device) else plain
+    if not (alone and compiles_itself(config, device)):
+        return plain
+    return Played(Recorded(recordable, device))
+
+
+@dataclass(frozen=True)
+class Played:
+    """Updates of batches in one part, each a recording."""
+
+    recorded: Recorded
+
+    def __call__(self, parts: Iterator[Part], now: Rates[float]) -> dict[str, Tensor]:
+        ((batch, noise),) = parts
+        return self.recorded(*batch, *noise, *now)
