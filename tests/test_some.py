@@ -23,6 +23,15 @@ def values(images: Some) -> list[int]:
     return [int(images.read(i).max()) for i in range(len(images))]
 
 
+def test_some_images_keep_names_pixels_and_labels_and_have_a_fingerprint_of_their_own() -> None:
+    images = source([5, 5])
+    some = Some(images, [7, 3])
+    assert [some.name(i) for i in range(2)] == [images.name(3), images.name(7)]
+    assert values(some) == [3, 7]
+    assert some.labels["class"].tolist() == [0, 1]
+    assert len({images.fingerprint, some.fingerprint, Some(images, [3, 8]).fingerprint}) == 3
+
+
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
     images = source([10, 20, 3, 1])
     fit, test = held_out(images, 0.2, seed=0)

@@ -28,7 +28,7 @@ from stopmim.evals.features import frozen
 from stopmim.evals.finetune import RECIPES, Classifier, Tuning, erase, finetune, groups, mix, rate
 from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrained
 from stopmim.evals.knn import choose_k, knn_predict
-from stopmim.evals.lowshot import Subset, classify, listed, per_class
+from stopmim.evals.lowshot import classify, listed, per_class
 from stopmim.evals.protocols import TASKS
 from stopmim.evals.suite import Options, measure, suite
 from stopmim.keys import numpy_generator
@@ -273,11 +273,6 @@ def test_a_list_of_names_finds_its_images_in_any_folder(tmp_path: Path) -> None:
     names.write_text("007.png\n099.png\n")
     with pytest.raises(DataError, match=r"1percent.txt: not among the 10 training images: 099.png"):
         listed(Coloured(10), names)
-    subset = Subset(Coloured(10), [7, 3])
-    assert subset.name(0) == "part/007.png"
-    assert np.array_equal(subset.read(1), Coloured(10).read(3))
-    assert subset.labels["class"].tolist() == Coloured(10).labels["class"][[7, 3]].tolist()
-    assert subset.fingerprint != Subset(Coloured(10), [3, 7]).fingerprint
 
 
 def test_the_released_reading_standardises_test_features_among_themselves() -> None:

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
 from stopmim.data.images import Images
 from stopmim.data.some import Some
 from stopmim.errors import DataError, StorageError
@@ -12,9 +10,7 @@ from stopmim.errors import DataError, StorageError
 
 def without(images: Images, names: set[str]) -> Some:
     """`images` less those with the given names."""
-    return Some(
-        images, np.array([i for i in range(len(images)) if images.name(i) not in names], int)
-    )
+    return Some(images, [i for i in range(len(images)) if images.name(i) not in names])
 
 
 def without_skipped(images: Images, file: str | Path | None) -> Images:

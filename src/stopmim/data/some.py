@@ -1,6 +1,7 @@
 """Some images of a source: those that are not skipped, or one of two parts that were split."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,16 +10,17 @@ from stopmim.keys import numpy_generator
 
 
 class Some:
-    """The `kept` of `images`, numbered anew; with a fingerprint of its own."""
+    """The `kept` of `images`, in ascending order, numbered anew; with a fingerprint of its own."""
 
-    def __init__(self, images: Images, kept: np.ndarray) -> None:
-        self.images, self.kept = images, kept
-        self.labels = {name: label[kept] for name, label in images.labels.items()}
+    def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
+        self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
+        self.labels = {name: label[self.kept] for name, label in images.labels.items()}
         if isinstance(images, Chunked):  # what is left of a chunk still lies side by side
-            self.chunks = np.searchsorted(kept, images.chunks)
+            self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
         digest = hashlib.sha256(images.fingerprint.encode())
-        digest.update(np.setdiff1d(np.arange(len(images)), kept).astype("<i8").tobytes())
+        left_out = np.setdiff1d(np.arange(len(images)), self.kept)
+        digest.update(left_out.astype("<i8").tobytes())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:

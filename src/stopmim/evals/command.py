@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from stopmim.data import Images
 from stopmim.data.scenes import Scenes
+from stopmim.data.some import Some
 from stopmim.data.videos import Year
 from stopmim.errors import StorageError, UserError
 from stopmim.evals import Result, table
@@ -22,7 +23,7 @@ from stopmim.evals.inputs import (
     untrained,
 )
 from stopmim.evals.linear import Selection
-from stopmim.evals.lowshot import Subset, listed, per_class
+from stopmim.evals.lowshot import listed, per_class
 from stopmim.evals.protocols import OWN, TASKS
 from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
 from stopmim.evals.tracking import Tracking
@@ -145,9 +146,9 @@ def tuned(
         y, _ = paired_labels(train, test, label)
         part, found = train, list[list[Result]]()
         if request.list is not None:
-            part = Subset(train, listed(train, request.list))
+            part = Some(train, listed(train, request.list))
         elif request.per_class:
-            part = Subset(train, per_class(y, request.per_class, request.seed))
+            part = Some(train, per_class(y, request.per_class, request.seed))
         for start in (encoder, untrained(encoder, request.seed)) if beside else (encoder,):
             found.append(
                 finetune(

@@ -6,12 +6,9 @@ approximate optimum. Here the answer is the optimum, whatever the solver: l2 is 
 Shapes: N samples, D features, K classes.
 """
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,25 +21,6 @@ ROUNDS = 8  # of 10, 40, 160, ... iterations
 COARSE = 5e-7  # relative gap that float32 can reach, about
 STALLED = {torch.float32: 1e-7, torch.float64: 1e-14}  # relative gain of ten iterations
 NEVER = -1000.0  # intercept of a class without samples: exp of it is zero in float64
-
-
-class Subset:
-    """The images of `index` alone, in that order."""
-
-    def __init__(self, images: Images, index: Sequence[int]) -> None:
-        self.images, self.index = images, np.asarray(index, np.int64)
-        self.labels = {name: values[self.index] for name, values in images.labels.items()}
-        chosen = hashlib.sha256(self.index.tobytes()).hexdigest()
-        self.fingerprint = f"{images.fingerprint}-{chosen}"
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def read(self, i: int) -> np.ndarray:
-        return self.images.read(int(self.index[i]))
-
-    def name(self, i: int) -> str:
-        return self.images.name(int(self.index[i]))
 
 
 def per_class(y: Tensor, n: int, seed: int) -> list[int]:

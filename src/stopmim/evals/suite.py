@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stopmim.data import Images
 from stopmim.data.recipes import LOWSHOT, TrainView, View
+from stopmim.data.some import Some
 from stopmim.data.videos import Year, open_videos
 from stopmim.errors import DataError
 from stopmim.evals import Result, accuracy, cache
@@ -20,7 +21,7 @@ from stopmim.evals.features import frozen, rankme
 from stopmim.evals.inputs import choose_labels, middle, paired_labels, untrained
 from stopmim.evals.knn import KS, choose_k, knn_predict
 from stopmim.evals.linear import Selection, probes, solve
-from stopmim.evals.lowshot import LAMBDA, Subset, classify, listed, per_class
+from stopmim.evals.lowshot import LAMBDA, classify, listed, per_class
 from stopmim.evals.protocols import OWN, Recipe
 from stopmim.evals.tracking import Tracking, track
 from stopmim.vit import Encoder, VisionTransformer
@@ -286,7 +287,7 @@ def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
     if "train_x" in vars(kit) and view == kit.view:
         x = kit.train_x[index]
     else:
-        x = kit.features(Subset(kit.train, index), view)
+        x = kit.features(Some(kit.train, index), view)
     test_x = kit.test_x if view == kit.view else kit.features(kit.test, view)
     if len(y[index].unique()) < 2:
         raise DataError(f"{label}: the {len(index)} chosen images are all of one class")
