@@ -173,7 +173,7 @@ class _Group:
     def step(self, x: Tensor, y: Tensor, rate: Tensor | float) -> Tensor:
         """One update of all heads by the mean loss over the samples, which it returns."""
         logits = self.logits(x, training=True)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.repeat_interleave(len(self.heads)))
+        loss = F.cross_entropy(logits.flatten(0, 1), y[:, None].expand(logits.shape[:2]).flatten())
         names, params = zip(*self.params.items(), strict=True)
         slopes = torch.autograd.grad(loss * len(self.heads), params)
         with torch.no_grad():
