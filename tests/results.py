@@ -183,17 +183,18 @@ def norms(study: Study) -> "Figure":
 
 @house_style()
 def accuracy(study: Study) -> "Figure":
-    """A panel per question, a line per row: its mean with the interval, and every seed a dot."""
+    """A panel per question, a line per row that was asked: mean, interval, every seed a dot."""
     from matplotlib.figure import Figure
 
-    names, asked = [line.name for line in study.lines], metrics(study.lines)
+    shown = [line for line in study.lines if any(line.values.values())]
+    names, asked = [line.name for line in shown], metrics(shown)
     rows = -(-len(asked) // 2)
     picture = Figure(figsize=(6.6, rows * (0.8 + 0.22 * len(names))), layout="constrained")
     grid: Any = picture.subplots(rows, 2, squeeze=False, sharey=True)
     for axes in grid.flat[len(asked) :]:
         axes.set_axis_off()
     for axes, metric in zip(grid.flat, asked, strict=False):
-        for i, line in enumerate(study.lines):
+        for i, line in enumerate(shown):
             values = [*line.values.get(metric, {}).values()]
             if values:
                 mean, half, n = over_seeds(values)
