@@ -27,7 +27,7 @@ ALLOWED = {
     "predictor": {"positions", "vit"},
     "mim": {"arch", "config", "keys", "positions", "predictor", "vit"},
     "optim": {"config", "mim", "schedules"},
-    "recorded": {"mim", "optim", "predictor"},
+    "recorded": {"console"},
     "checkpoint": {"_version", "config", "console", "distributed", "errors", "faults"},
     "distributed": {"console", "errors", "mim"},
     "health": {"config", "data", "distributed", "keys", "masking", "mim", "plan", "positions"}

@@ -249,9 +249,10 @@ def small_images() -> Config:
 
     ``stopmim pretrain my_images/ --preset small_images --out runs/small``
 
-    Cost: two minutes on an H200 for 50,000 images. Expect a healthy run (docs/results.md); how good
-    its features are has not been measured yet. What keeps it from collapsing: small batches, a low
-    learning rate from the first update on, targets of 3x3 patches. Few images want more epochs.
+    Cost: seven minutes on an H200 for 50,000 images with eight such runs beside it, less alone.
+    Expect a healthy run (docs/results.md); how good its features are has not been measured yet.
+    What keeps it from collapsing: small batches, a low learning rate from the first update on,
+    targets of 3x3 patches. Few images want more epochs.
     """
     return Config(
         arch="vit_s8",

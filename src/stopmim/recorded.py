@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stopmim.console import warn
+
 WARM = 2  # calls of a shape that are made as usual: they compile, load kernels, create moments
 
 Shapes = tuple[torch.Size | None, ...]
@@ -33,7 +35,7 @@ class Recorded:
     """Calls `function`, in which nothing but tensors may differ from one call to the next.
 
     Its arguments are tensors, numbers (which it gets as tensors of float64) and None; it returns
-    numbers by name, each a tensor.
+    numbers by name, each a tensor. If it runs out of memory it must have changed nothing.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
@@ -41,6 +43,7 @@ class Recorded:
         self.inputs: dict[tuple[int, torch.Size], Tensor] = {}
         self.made: dict[Shapes, int] = {}  # as usual
         self.recordings: dict[Shapes, Recording] = {}
+        self.room = True  # for recordings, beside what a call takes as usual
         self.pool = torch.cuda.graph_pool_handle()
         # One stream for all that is made as usual or recorded: autograd remembers on which one a
         # parameter was first used, and cuBLAS has memory of its own for every stream.
@@ -49,12 +52,20 @@ class Recorded:
     def __call__(self, *inputs: Tensor | float | None) -> dict[str, Tensor]:
         held = [self._held(i, x) for i, x in enumerate(inputs)]
         shapes = tuple(x if x is None else x.shape for x in held)
-        if self.made.setdefault(shapes, 0) < WARM:
-            self.made[shapes] += 1
-            return self._as_usual(held)
-        if shapes not in self.recordings:
+        if shapes in self.recordings:
+            return self.recordings[shapes].play()
+        self.made[shapes] = self.made.get(shapes, 0) + 1
+        usual = not self.room or self.made[shapes] <= WARM
+        try:
+            if usual:
+                return self._as_usual(held)
             self.recordings[shapes] = self._record(held)
-        return self.recordings[shapes].play()
+            return self.recordings[shapes].play()
+        except torch.OutOfMemoryError:
+            if usual and not self.recordings:
+                raise
+            self._give_up()
+            return self._as_usual(held)
 
     def _held(self, i: int, x: Tensor | float | None) -> Tensor | None:
         """A copy of `x`, input number `i`, where all recordings of that shape will look for it."""
@@ -68,6 +79,13 @@ class Recorded:
         if (i, like.shape) not in self.inputs:
             self.inputs[i, like.shape] = torch.empty_like(like, device=self.device)
         return self.inputs[i, like.shape]
+
+    def _give_up(self) -> None:
+        """Recordings keep all the memory they use, which what is made as usual cannot have then."""
+        warn("the GPU has no memory for recordings; every update is launched kernel by kernel")
+        self.room = False
+        self.recordings.clear()
+        torch.cuda.empty_cache()
 
     def _as_usual(self, held: list[Tensor | None]) -> dict[str, Tensor]:
         """Each stream waits for the other, so memory of one can be used and freed in the other."""

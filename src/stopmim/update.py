@@ -120,11 +120,13 @@ def recordable_step(
 
     It leaves no gradients behind: nobody may find those of a recording in the memory of another.
     """
-    values = differentiate(model, *part, compare, amp)
-    found = judge(model, optimizer, values, clip, penalty, broken)
-    step_at(optimizer, now, broken)
-    model.update_target(now.momentum)
-    optimizer.zero_grad(set_to_none=True)
+    try:
+        values = differentiate(model, *part, compare, amp)
+        found = judge(model, optimizer, values, clip, penalty, broken)
+        step_at(optimizer, now, broken)
+        model.update_target(now.momentum)
+    finally:
+        optimizer.zero_grad(set_to_none=True)
     return found
 
 
