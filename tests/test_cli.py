@@ -197,7 +197,7 @@ def test_running_out_of_memory_names_the_way_out(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    monkeypatch.setattr("stopmim.train.train_step", full)
+    monkeypatch.setattr("stopmim.update.train_step", full)
     assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]) == 7
     err = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory with 8 images at a time" in err

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ranks import complaints, finish, start, together
-from stopmim import Run, pretrain, train
+from stopmim import Run, pretrain, train, update
 from stopmim.cli import main
 from stopmim.config import Config, override
 from stopmim.data import Order, loader, shares
@@ -244,16 +244,16 @@ def only_on(rank: int, fault: str) -> Callable[[int], None]:
 
 def failing(rank: int, error: Exception, here: int) -> None:
     """Makes the third part that `rank` compares raise `error`."""
-    real, calls = train.compare, 0
+    real, calls = update.compare, 0
 
-    def compare(*args: Any) -> train.Compared:
+    def compare(*args: Any) -> update.Compared:
         nonlocal calls
         calls += 1
         if here == rank and calls == 3:
             raise error
         return real(*args)
 
-    train.__dict__["compare"] = compare  # in a fork
+    update.__dict__["compare"] = compare  # in a fork
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -368,15 +368,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
     tmp_path: Path,
 ) -> None:
     def job(here: int) -> None:
-        real, calls = train.compare, 0
+        real, calls = update.compare, 0
 
-        def compare(*args: Any) -> train.Compared:
+        def compare(*args: Any) -> update.Compared:
             nonlocal calls
             calls += 1
             out = real(*args)
             return out._replace(loss=out.loss * float("nan")) if here and calls == 3 else out
 
-        train.__dict__["compare"] = compare
+        update.__dict__["compare"] = compare
         pretrain(NoiseImages(), tmp_path / "run", tiny())
 
     ended = together(2, tmp_path / "logs", job)
@@ -402,13 +402,13 @@ def test_broken_images_of_every_rank_reach_the_list(tmp_path: Path) -> None:
 def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     def job(here: int) -> None:
         if here == 1:
-            real = train.compare
+            real = update.compare
 
-            def compare(*args: Any) -> train.Compared:
+            def compare(*args: Any) -> update.Compared:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return real(*args)
 
-            train.__dict__["compare"] = compare
+            update.__dict__["compare"] = compare
         pretrain(NoiseImages(), tmp_path / "run", tiny())
 
     processes = start(2, tmp_path, job, {"STOPMIM_TIMEOUT": "3"})

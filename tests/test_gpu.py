@@ -1,5 +1,7 @@
 """What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
 
+import dataclasses
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -7,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from stopmim import checkpoint
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
+from stopmim.evals.heads import grid, train_heads
+from stopmim.evals.protocols import OWN, TASKS, Recipe
 from stopmim.mim import Batch, build
-from stopmim.optim import adamw, rates, set_rates
+from stopmim.optim import Rates, adamw, rates
 from stopmim.plan import configure
-from stopmim.runtime import compiled
-from stopmim.train import comparison, draw_masks, draw_noise, find_cells, pretrain, train_step
+from stopmim.recorded import Recorded
+from stopmim.runtime import choose_precision
+from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
+from stopmim.update import Played, updater
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +37,11 @@ SMALL: dict[str, Any] = {
     # 3x3 patches, always: one graph, which takes half a minute to compile
     "masking.target_scale": (0.14, 0.14),
     "masking.target_aspect": (1.0, 1.0),
+}
+# 3x4 and 3x3 patches: three of each in the first ten steps, and so both are recorded by then
+SEVERAL: dict[str, Any] = {
+    "masking.target_scale": (0.15, 0.2),
+    "masking.target_aspect": (0.75, 1.5),
 }
 
 
@@ -78,36 +91,48 @@ def twelve(compile_: str) -> list[float]:
     return updates(compile_, 12)
 
 
+class Trained:
+    """A model that makes updates of masks and noise of a run, and of images that stay the same."""
+
+    def __init__(self, compile_: str, **more: Any) -> None:
+        fixed = SMALL if "masking" not in more else {k: SMALL[k] for k in SMALL if "mask" not in k}
+        self.config = configure("vit_b16_stop", fixed | {"runtime.compile": compile_} | more)
+        device = torch.device("cuda")
+        self.model = build(self.config).to(device).train()
+        self.optimizer = adamw(self.model, self.config.optim)
+        self.broken = torch.zeros((), device=device)
+        self.make = updater(
+            self.model, self.optimizer, self.config, device, n_parts=1, broken=self.broken
+        )
+        self.dtype = choose_precision(self.config.runtime.precision, device) or torch.float32
+        self.part = slice(0, self.config.optim.batch_size)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (self.part.stop, 3, 64, 64)
+        self.images = torch.randn(shape, generator=generator, device=device)
+
+    def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
+        (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
+        cells = find_cells(self.config, step, masks.targets)
+        noise = draw_noise(self.model.predictor, masks, self.part, self.config, step, self.dtype)
+        part = Batch(self.images, *masks, cells), noise
+        return self.make(iter([part]), now or rates(self.config.optim, step, 100))
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all that an update changes, the target encoder aside."""
+        weights, slots = checkpoint.gathered(self.model, self.optimizer)
+        slots |= {k: v for k, v in weights.items() if not k.startswith("target_encoder")}
+        return {name: x.clone() for name, x in slots.items()}
+
+
 def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
     """The losses of `n` updates; from `strict_from` on, waiting for the device is an error."""
-    fixed = SMALL if "masking" not in more else {k: SMALL[k] for k in SMALL if "mask" not in k}
-    config = configure("vit_b16_stop", fixed | {"runtime.compile": compile_} | more)
-    device = torch.device("cuda")
-    model = build(config).to(device).train()
-    optimizer = adamw(model, config.optim)
-    loss = compiled(comparison(config), config, device)
-    part = slice(0, config.optim.batch_size)
-    generator = torch.Generator(device).manual_seed(0)
-    images = torch.randn(part.stop, 3, 64, 64, generator=generator, device=device)
-    broken = torch.zeros((), device=device)
+    trained = Trained(compile_, **more)
     losses = []
     try:
         for step in range(n):
             if step == strict_from:
                 torch.cuda.set_sync_debug_mode("error")
-            set_rates(optimizer, rates(config.optim, step, 100))
-            (masks,) = draw_masks(config, step, [part], device)
-            noise = draw_noise(model.predictor, masks, part, config, step, torch.bfloat16)
-            values = train_step(
-                model,
-                iter([(Batch(images, *masks, find_cells(config, step, masks.targets)), noise)]),
-                optimizer,
-                momentum=0.996,
-                amp=torch.bfloat16,
-                broken=broken,
-                compare=loss,
-            )
-            losses.append(values["loss"])
+            losses.append(trained.update(step)["loss"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(x) for x in losses]
@@ -121,6 +146,106 @@ def test_recorded_and_compiled_training_give_the_same_losses() -> None:
     torch.testing.assert_close(twelve("auto"), twelve("on"), rtol=5e-3, atol=0)
 
 
+def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() -> None:
+    """The sizes take turns, so one is played back while the other is still made as usual."""
+    recorded, usual = updates("auto", 12, **SEVERAL), updates("on", 12, **SEVERAL)
+    torch.testing.assert_close(recorded, usual, rtol=5e-3, atol=0)
+    assert recorded[0] > 1.5 * recorded[-1]  # or standing still would look the same
+
+
+def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
+    """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
+    played, usual = Trained("auto"), Trained("auto")
+    assert isinstance(played.make, Played)
+    assert isinstance(usual.make, Played)
+    for step in range(6):
+        usual.make.recorded.made.clear()
+        a, b = played.update(step), usual.update(step)
+        assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
+    assert len(played.make.recorded.recordings) == 1
+    assert not usual.make.recorded.recordings
+    ours, theirs = played.state(), usual.state()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+
+
+def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
+    trained = Trained("auto")
+    for step in range(4):
+        trained.update(step)
+    name = "blocks.0.mlp.fc1.weight"
+    weight = trained.model.encoder.get_parameter(name)
+    follower = trained.model.branch().get_parameter(name)
+    before = weight.detach().clone(), follower.clone()
+    trained.update(4, Rates(lr=0.0, weight_decay=0.4, momentum=1.0))
+    assert torch.equal(weight, before[0])
+    assert torch.equal(follower, before[1])
+    trained.update(5, Rates(lr=1e-4, weight_decay=5e3, momentum=1.0))  # halves them
+    torch.testing.assert_close(weight, before[0] / 2, rtol=0, atol=1e-3)
+    assert torch.equal(follower, before[1])
+    trained.update(6, Rates(lr=0.0, weight_decay=0.4, momentum=0.0))
+    torch.testing.assert_close(follower, weight, rtol=0, atol=1e-6)
+    assert weight.abs().max() > 0.01  # or all of this would say little
+    assert isinstance(trained.make, Played)
+    assert trained.make.recorded.recordings
+
+
+@pytest.mark.parametrize("recipe", [OWN, TASKS["imagenet_lars"].recipe], ids=["sgd", "lars"])
+def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Recipe) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(600) % 5
+    x = torch.randn(600, 16, generator=generator) + torch.randn(5, 16, generator=generator)[y]
+    short = dataclasses.replace(recipe, epochs=3, batch_size=64)  # and a last batch of 16
+    heads = grid(short, [1, 2])
+    found = [
+        train_heads(
+            heads, short, [x[:400]], y[:400], x[400:], y[400:], width=8, device=device, tf32=False
+        )
+        for device in ("cuda", "cpu")
+    ]
+    right = [one.correct.double() / 200 for one in found]
+    assert (right[0] - right[1]).abs().max() < 0.03
+    assert right[1][-1].max() > 0.3  # of 0.2 by chance; LARS begins slowly
+
+
+def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
+    trained = Trained("auto")
+    for step in range(5):
+        trained.update(step)
+    before, images = trained.state(), trained.images
+    trained.images = images * math.nan
+    assert math.isnan(trained.update(5)["loss"])
+    trained.images = images
+    for step in (6, 7):
+        assert math.isfinite(trained.update(step)["loss"])
+    after = trained.state()
+    assert [k for k in before if not torch.equal(before[k], after[k])] == []
+    assert int(trained.broken) == 3  # counted from the first on
+
+
+def test_updates_go_on_where_there_is_no_memory_for_recordings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A recording keeps its 256 MiB, and the next shape needs as much: only one can have them."""
+
+    def total(x: Tensor) -> dict[str, Tensor]:
+        return {"sum": x[:1].repeat(2**26).sum()}
+
+    recorded = Recorded(total, torch.device("cuda"))
+    half, quarter = torch.full((3,), 0.5).cuda(), torch.full((4,), 0.25).cuda()
+    sums = [recorded(half)["sum"] for _ in range(4)]
+    assert recorded.recordings
+    torch.cuda.empty_cache()
+    enough = torch.cuda.memory_reserved() + 2**26
+    try:
+        torch.cuda.set_per_process_memory_fraction(enough / torch.cuda.mem_get_info()[1])
+        sums += [recorded(quarter)["sum"] for _ in range(4)] + [recorded(half)["sum"]]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert not recorded.recordings
+    assert capsys.readouterr().err.count("no memory for recordings") == 1
+    assert [float(x) for x in sums] == 4 * [2.0**25] + 4 * [2.0**24] + [2.0**25]
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "jitter": {"positions.kind": "jitter", "positions.sigma": 1.0},
     "conditioned": {"positions.covariance": "conditioned"},
@@ -128,18 +253,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "both": {"positions.tokens": "both"},
     "lowres": {"positions": {"kind": "sincos"}, "lowres": "bilinear"},
     "pixels": {"target": "pixels", "class_token": True, "masking": {"kind": "random"}},
+    "clipped": {"optim.clip_grad": 0.1, "optim.penalty_l1": 1e-4, "optim.penalty_l2": 1e-4},
+    "recomputed": {"runtime.recompute": "on"},
+    "fp32": {"runtime.precision": "fp32"},
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_is_compiled_to_what_it_is(name: str) -> None:
-    compiled_, plain = (updates(how, 3, **VARIANTS[name]) for how in ("on", "off"))
-    torch.testing.assert_close(compiled_, plain, rtol=5e-3, atol=0)
+def test_every_variant_is_compiled_and_recorded_as_what_it_is(name: str) -> None:
+    recorded, plain = (updates(how, 4, **VARIANTS[name]) for how in ("auto", "off"))
+    torch.testing.assert_close(recorded, plain, rtol=5e-3, atol=0)
 
 
 def test_nothing_waits_for_the_device_between_log_points() -> None:
-    several = {"masking.target_scale": (0.15, 0.2), "masking.target_aspect": (0.75, 1.5)}
-    assert len(updates("auto", 40, strict_from=20, **several)) == 40
+    assert len(updates("auto", 40, strict_from=20, **SEVERAL)) == 40
 
 
 def test_waiting_for_the_device_would_be_noticed() -> None:
@@ -158,6 +285,21 @@ def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: 
     cut = pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", **options)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
     assert losses[0] == losses[1]  # bit for bit
+
+
+@pytest.mark.parametrize(("first", "then"), [("auto", "off"), ("off", "auto")])
+def test_a_checkpoint_of_recorded_updates_goes_on_without_and_the_other_way_round(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    begun, ended = (
+        SMALL | {"runtime.log_every": 1, "runtime.compile": kind} for kind in (first, then)
+    )
+    whole = pretrain("scenes:1024:64", tmp_path / "whole", "vit_b16_stop", **begun)
+    pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", stop_at=8, **begun)
+    cut = pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", **ended)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
+    assert len(losses[0]) == 16
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
 
 
 def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> None:

@@ -23,7 +23,8 @@ from stopmim.plan import configure
 from stopmim.positions import StochasticPositions
 from stopmim.report import _summary
 from stopmim.run import Run
-from stopmim.train import compare_pixels, draw_masks, draw_noise, set_sigma, train_step
+from stopmim.train import draw_masks, draw_noise, set_sigma
+from stopmim.update import compare_pixels, train_step
 from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 RECORDED = golden("mae")

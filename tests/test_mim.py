@@ -17,7 +17,7 @@ from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.optim import adamw, rates, set_rates
 from stopmim.positions import Positions, StochasticPositions
 from stopmim.predictor import Noise, Predictor
-from stopmim.train import train_step
+from stopmim.update import train_step
 from stopmim.vit import VisionTransformer
 
 MODULES = ("encoder", "predictor", "target_encoder")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stopmim import Run, checkpoint, pretrain, train
+from stopmim import Run, checkpoint, pretrain, train, update
 from stopmim.config import Config
 from stopmim.data import loader, open_images, shares
 from stopmim.errors import (
@@ -220,9 +220,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
     before = weights(Run(tmp_path))
     steps = 0
-    real = train.compare
+    real = update.compare
 
-    def second_is_nan(*args: Any) -> train.Compared:
+    def second_is_nan(*args: Any) -> update.Compared:
         nonlocal steps
         steps += 1
         out = real(*args)
@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
         models.append(build(config))
         return models[-1]
 
-    monkeypatch.setattr(train, "compare", second_is_nan)
+    monkeypatch.setattr(update, "compare", second_is_nan)
     monkeypatch.setattr(train, "build", keep)
     with pytest.raises(NonFiniteError, match="step 6") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())

@@ -23,7 +23,8 @@ from stopmim.optim import adamw
 from stopmim.plan import configure
 from stopmim.positions import JitteredPositions, Positions, StochasticPositions, moved, sincos_2d
 from stopmim.predictor import Noise, Predictor
-from stopmim.train import compare, draw_masks, draw_noise, find_cells, train_step
+from stopmim.train import draw_masks, draw_noise, find_cells
+from stopmim.update import compare, train_step
 from stopmim.vit import VisionTransformer
 from tiny import NoiseImages, assert_same_run, tiny
 

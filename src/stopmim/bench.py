@@ -28,11 +28,13 @@ from stopmim.data import shares
 from stopmim.errors import UserError
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, build
-from stopmim.optim import adamw, rates, set_rates
+from stopmim.optim import adamw, rates
 from stopmim.plan import configure, size_options
 from stopmim.predictor import Noise
-from stopmim.runtime import choose_device, choose_precision, compiled
-from stopmim.train import comparison, draw_masks, draw_noise, train_step
+from stopmim.recorded import WARM
+from stopmim.runtime import choose_device, choose_precision
+from stopmim.train import draw_masks, draw_noise
+from stopmim.update import comparison, updater
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -206,13 +208,12 @@ def prepare(config: Config, masks: Masks) -> Step:
     compile_seconds = time.perf_counter() - begin
     memory = None
     if device.type == "cuda":
-        # The second update: AdamW has its moments, and a CUDA graph is recorded. Later ones are
-        # played back and allocate nothing.
         torch.cuda.reset_peak_memory_stats()
+    # With AdamW's moments there, until it is recorded; what is played back allocates nothing.
+    for _ in range(WARM + 1):
         update()
+    if device.type == "cuda":
         memory = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-    for _ in range(3):
-        update()
     return Step(
         update,
         count_flops(config, shapes),
@@ -229,9 +230,10 @@ def _update(
     amp = choose_precision(config.runtime.precision, device)
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
-    set_rates(optimizer, rates(config.optim, 0, 1000))
-    loss = compiled(comparison(config), config, device)
+    now = rates(config.optim, 0, 1000)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
+    broken = torch.zeros((), device=device)
+    make = updater(model, optimizer, config, device, n_parts=len(parts), broken=broken)
     step = likeliest_step(config)
     generator = torch_generator("bench", device=device)
     shape = (parts[0].stop, 3, config.image_size, config.image_size)
@@ -242,8 +244,7 @@ def _update(
         masks = draw_masks(config, step, parts, device)
 
     def update() -> None:
-        train_step(
-            model,
+        make(
             (
                 (
                     Batch(images, *m),
@@ -251,12 +252,7 @@ def _update(
                 )
                 for m, part in zip(masks, parts, strict=True)
             ),
-            optimizer,
-            n_parts=len(parts),
-            momentum=0.996,
-            amp=amp,
-            clip=config.optim.clip_grad,
-            compare=loss,
+            now,
         )
 
     return update, masks[0]

@@ -56,7 +56,7 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     line = facts(config) | spread(times, config.optim.batch_size)
     line |= {"peak_memory_mib": step.memory, **step.tokens, **circumstances(config)}
     del step
-    torch._dynamo.reset()  # a CUDA graph keeps its memory until then
+    torch._dynamo.reset()  # it compiles one function only so often
     gc.collect()
     return line
 

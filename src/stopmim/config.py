@@ -172,7 +172,7 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
-    """the loss, by torch; auto: on a GPU, not for released masks; CUDA graphs if alone, one part"""
+    """the loss, by torch; auto: on a GPU, not for released masks; one GPU, one part: CUDA graphs"""
     accumulate: int = Field(default=1, ge=1)
     """parts a batch is computed in, over all GPUs together: 8 is 8 on one GPU, 1 on each of 8"""
     parallel: Literal["ddp", "fsdp"] = "ddp"

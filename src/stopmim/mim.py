@@ -139,13 +139,29 @@ class MaskedImageModel(nn.Module):
         return torch.stack([take(features, index) for index in target_index])
 
     @torch.no_grad()
-    def update_target(self, momentum: float) -> None:
+    def update_target(self, momentum: float | Tensor) -> None:
         """target <- momentum * target + (1 - momentum) * encoder, parameter by parameter."""
         if self.target_encoder is None:
             return
         target: list[Tensor] = list(self.target_encoder.parameters())
         online: list[Tensor] = list(self.encoder.parameters())
-        torch._foreach_lerp_(target, online, 1.0 - momentum)
+        if not isinstance(momentum, Tensor):
+            torch._foreach_lerp_(target, online, 1.0 - momentum)
+            return
+        # That takes no weight which is on the device. With decay 1, SGD that climbs along the
+        # encoder does: target - w (target - encoder), in one pass over the memory.
+        torch._fused_sgd_(
+            target,
+            online,
+            [],
+            weight_decay=1.0,
+            momentum=0.0,
+            lr=(1.0 - momentum).float(),
+            dampening=0.0,
+            nesterov=False,
+            maximize=True,
+            is_first_step=False,
+        )
 
 
 def build(config: Config) -> MaskedImageModel:

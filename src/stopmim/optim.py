@@ -1,13 +1,15 @@
 """AdamW over the published four groups, and the values its schedules give at a step."""
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stopmim import schedules
 from stopmim.config import OptimConfig
 from stopmim.mim import MaskedImageModel
+
+T = TypeVar("T", float, Tensor)
 
 
 def adamw(model: MaskedImageModel, config: OptimConfig) -> torch.optim.AdamW:
@@ -30,13 +32,13 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and "bias" not in name
 
 
-class Rates(NamedTuple):
-    lr: float
-    weight_decay: float
-    momentum: float
+class Rates(NamedTuple, Generic[T]):
+    lr: T
+    weight_decay: T
+    momentum: T
 
 
-def rates(config: OptimConfig, step: int, steps_per_epoch: int) -> Rates:
+def rates(config: OptimConfig, step: int, steps_per_epoch: int) -> Rates[float]:
     """What update number `step` (from 0) uses; see schedules.py for the off-by-one."""
     total = config.epochs * steps_per_epoch
     at = step + 1
@@ -58,7 +60,24 @@ def rates(config: OptimConfig, step: int, steps_per_epoch: int) -> Rates:
     )
 
 
-def set_rates(optimizer: torch.optim.Optimizer, now: Rates) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, now: Rates[float]) -> None:
     for group in optimizer.param_groups:
         group["lr"] = now.lr
         group["weight_decay"] = now.weight_decay if group["decays"] else 0.0
+
+
+@torch.no_grad()
+def step_at(optimizer: torch.optim.Optimizer, now: Rates[Tensor], broken: Tensor) -> None:
+    """`set_rates` and AdamW's step, at rates that are on the device, where a CUDA graph reads them.
+
+    AdamW takes its decay as a number alone, which a graph would keep for ever, so it is done here,
+    as AdamW does it: before the step, of parameters that have a gradient, not while `broken`.
+    """
+    decaying: list[Tensor] = []
+    lr = now.lr.float()  # what the fused kernel reads
+    for group in optimizer.param_groups:
+        group |= {"lr": lr, "weight_decay": 0.0, "capturable": True}
+        decaying += [p for p in group["params"] if group["decays"] and p.grad is not None]
+    kept = 1.0 - now.lr * now.weight_decay * (broken == 0)
+    torch._foreach_mul_(decaying, kept.float())
+    optimizer.step()

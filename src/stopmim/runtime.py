@@ -41,32 +41,23 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def compiled(
-    function: Callable[P, R], config: Config, device: torch.device, *, alone: bool = True
-) -> Callable[P, R]:
-    """`function` compiled for fixed shapes, one graph per size of target block; or as it is.
+def compiles_itself(config: Config, device: torch.device) -> bool:
+    """Whether "auto" is asked for and means yes.
 
-    By itself ("auto") only on a GPU, for a CPU machine may have no compiler. The released masks
-    change shape at every step and are never compiled by themselves. `alone`: no other process
-    waits for the gradients.
+    Only on a GPU, for a CPU machine may have no compiler, and not for the released masks, which
+    change shape at every step.
     """
-    wanted = config.runtime.compile
     automatic = device.type == "cuda" and config.masking.compat != "released"
-    if wanted == "off" or (wanted == "auto" and not automatic):
+    return config.runtime.compile == "auto" and automatic
+
+
+def compiled(function: Callable[P, R], config: Config, device: torch.device) -> Callable[P, R]:
+    """`function` compiled for fixed shapes, one graph per size of target block; or as it is."""
+    if config.runtime.compile != "on" and not compiles_itself(config, device):
         return function
     # torch gives up a function after 8 graphs; grids finer than 16x16 have more sizes of block.
     torch._dynamo.config.recompile_limit = 64
-    if wanted == "on" or not alone or config.runtime.accumulate > 1:
-        return torch.compile(function, dynamic=False)
-    # A thousand small kernels take longer to launch than to run: a CUDA graph is one launch. What a
-    # call returns, gradients too, is overwritten by the next call, so a batch must be one part.
-    recorded = torch.compile(function, dynamic=False, options={"triton.cudagraphs": True})
-
-    def replay(*args: P.args, **kwargs: P.kwargs) -> R:
-        torch.compiler.cudagraph_mark_step_begin()
-        return recorded(*args, **kwargs)
-
-    return replay
+    return torch.compile(function, dynamic=False)
 
 
 def set_threads(path: Path, wanted: int | None) -> None:

@@ -1,22 +1,20 @@
-"""Pretraining: build, resume, loop. One update is `train_step`; the loss is in `compare`.
+"""Pretraining: build, resume, loop. One update, and the loss, are in update.py.
 
 Every random number of step `i` is keyed by (seed, i), and every schedule is a function of `i`, so a
 run that was killed and started again is the run that was not.
 
-Shapes: B images of a part, G of the whole batch, M target blocks of K patches, D width.
+Shapes: B images of a part, M target blocks of K patches, L cells of 2x2 patches.
 """
 
 import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stopmim import checkpoint, masking, schedules
 from stopmim._version import __version__
@@ -26,10 +24,8 @@ from stopmim.data import Images, loader, open_images, shares, source_of, steps_p
 from stopmim.data.skip import without_skipped
 from stopmim.data.transforms import AUGMENT, normalise
 from stopmim.distributed import (
-    ALONE,
     World,
     agree,
-    average_gradients,
     is_broken,
     joined,
     spread,
@@ -49,7 +45,7 @@ from stopmim.interop import start
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, MaskedImageModel, build
 from stopmim.mirror import mirror
-from stopmim.optim import adamw, rates, set_rates
+from stopmim.optim import adamw, rates
 from stopmim.plan import configure, multiblock_options, size_options
 from stopmim.positions import Positions, StochasticPositions
 from stopmim.predictor import Noise, Predictor
@@ -57,10 +53,10 @@ from stopmim.run import BadFiles, Metrics, Run, begin, claimed, git_state
 from stopmim.runtime import (
     choose_device,
     choose_precision,
-    compiled,
     set_threads,
     signals,
 )
+from stopmim.update import updater
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
 
@@ -70,108 +66,7 @@ def every(step: int, n: int) -> bool:
     return step % n == 0
 
 
-# ------------------------------------------------------------------------------ one update
-
-
-class Compared(NamedTuple):
-    loss: Tensor
-    target_std: Tensor  # spread of the targets over images and places: 0 is collapse
-    predicted_std: Tensor
-
-
-def compare(
-    model: nn.Module,
-    batch: Batch,
-    noise: Noise,
-    distance: Callable[[Tensor, Tensor], Tensor] = F.smooth_l1_loss,
-) -> Compared:
-    """The loss of one part of a batch; this is what gets compiled."""
-    predicted, target, *low = model(batch, noise)  # both (M, B, K, T)
-    loss = distance(predicted.float(), target.float())
-    if low:  # the map at half the resolution counts as much
-        loss = (loss + distance(low[0].float(), low[1].float())) / 2
-    with torch.no_grad():
-        spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
-    return Compared(loss, *spread)
-
-
-def compare_pixels(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
-    """The same for MAE: the squared error, of masked patches alone."""
-    return compare(model, batch, noise, F.mse_loss)
-
-
-def comparison(config: Config) -> Callable[[nn.Module, Batch, Noise], Compared]:
-    """Which of the two a run is trained with."""
-    return compare if config.target == "features" else compare_pixels
-
-
-def train_step(
-    model: MaskedImageModel,
-    parts: Iterator[tuple[Batch, Noise]],
-    optimizer: torch.optim.Optimizer,
-    *,
-    n_parts: int = 1,
-    momentum: float,
-    amp: torch.dtype | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None,
-    penalty: tuple[float, float] = (0.0, 0.0),
-    broken: Tensor | None = None,
-    compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
-    world: World = ALONE,
-    spread: nn.Module | None = None,
-) -> dict[str, Tensor]:
-    """One update of encoder and predictor from all parts of a batch, then of the target encoder.
-
-    Returns tensors, not floats: reading them waits for the device, and only the caller knows when
-    that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
-    first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
-    `spread` is what distributed.spread made of `model`: every rank of `world` has its own parts.
-    `penalty` has the weights of `penalise`.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    sums: list[Tensor] = []
-    for i, (batch, noise) in enumerate(parts, start=1):
-        average_gradients(spread or model, i == n_parts)
-        with torch.autocast(batch.images.device.type, dtype=amp, enabled=amp is not None):
-            compared = compare(spread or model, batch, noise)
-        loss = compared.loss / n_parts
-        (scaler.scale(loss) if scaler else loss).backward()
-        # A copy: a detached mean alone would keep the whole elementwise loss alive.
-        sums.append(torch.stack([x.detach() for x in compared]) / n_parts)
-    values = world.mean_(torch.stack(sums).sum(dim=0))
-    if scaler:
-        scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
-    penalised = {"penalty": penalise(model.predictor, *penalty)} if any(penalty) else {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
-    finite = values[0].isfinite() & (grad_norm.isfinite() if scaler is None else True)
-    if broken is not None:
-        broken += (broken > 0) | ~finite
-        optimizer.found_inf = broken.clamp(max=1)  # type: ignore[attr-defined]  # 1: AdamW skips
-    if clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, grad_norm)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
-    model.update_target(momentum)
-    return dict(zip(Compared._fields, values, strict=True)) | {"grad_norm": grad_norm} | penalised
-
-
-@torch.no_grad()
-def penalise(predictor: Predictor, l1: float, l2: float) -> Tensor:
-    """Adds l1 * sum|A| + l2 * sum A^2 to what is minimised, by its gradient, and returns it.
-
-    It depends on no image, so it comes once per update, after the parts, ranks and pieces (FSDP) of
-    the batch are together. The logged loss is that of the predictions alone.
-    """
-    a = predictor.predictor_embed.weight
-    assert a.grad is not None
-    a.grad += l1 * a.sign() + 2 * l2 * a
-    return whole(l1 * a.abs().sum() + l2 * a.square().sum())
+# ------------------------------------------------------------------------------ one batch
 
 
 def draw_sizes(config: Config, step: int) -> masking.Sizes:
@@ -330,7 +225,6 @@ def _train(
     everywhere = spread(model, world, runtime.parallel)
     optimizer = adamw(model, optim)
     scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-    loss = compiled(comparison(config), config, device, alone=world.store is None)
 
     ### Where it stands
     step = _resume(path, model, optimizer, scaler, runtime.keep, world)
@@ -342,6 +236,17 @@ def _train(
         return
     batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
     broken = torch.zeros((), device=device)
+    update = updater(
+        model,
+        optimizer,
+        config,
+        device,
+        n_parts=len(parts),
+        broken=broken,
+        scaler=scaler,
+        world=world,
+        spread=everywhere,
+    )
     saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
     save_every = runtime.save_every or per_epoch
     bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
@@ -369,24 +274,9 @@ def _train(
         clock = _Clock(step)
         while step < total:
             now = rates(optim, step, per_epoch)
-            set_rates(optimizer, now)
             set_sigma(model.predictor.positions, config.positions, step, per_epoch)
             masks = draw_masks(config, step, parts, device)
-            values = train_step(
-                model,
-                (part_of(i, part) for i, part in enumerate(masks)),
-                optimizer,
-                n_parts=len(parts),
-                momentum=now.momentum,
-                amp=amp,
-                scaler=scaler,
-                clip=optim.clip_grad,
-                penalty=(optim.penalty_l1, optim.penalty_l2),
-                broken=broken,
-                compare=loss,
-                world=world,
-                spread=everywhere,
-            )
+            values = update((part_of(i, part) for i, part in enumerate(masks)), now)
             step += 1
             faultpoint("step.end")
             examine = health is not None and (every(step, health_every) or step == total)

@@ -19,6 +19,7 @@ from torch import Tensor
 from stopmim.console import Ticker
 from stopmim.evals.protocols import Norm, Recipe
 from stopmim.keys import torch_generator
+from stopmim.recorded import Recorded
 
 TRUST = 0.001  # eta of LARS
 EPS = {"bn": 1e-5, "fixed bn": 1e-6}  # vissl's default; MAE's
@@ -91,6 +92,13 @@ def train_heads(
         _Group(list(some), recipe, width, classes, seed, device)
         for _, some in itertools.groupby(sorted(heads, key=key), key)
     ]
+
+    def step(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
+        losses = [group.step(x, y, rate) for group in groups]
+        return {"loss": torch.stack(losses).sum()}
+
+    if device.type == "cuda":  # hundreds of small kernels, and none of them takes long
+        step = Recorded(step, device)  # type: ignore[assignment]
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
     with (
@@ -105,9 +113,7 @@ def train_heads(
             parts = [part for part in order.to(x.device).split(recipe.batch_size) if len(part) > 1]
             for i, part in enumerate(parts):
                 rate = recipe.rate(epoch + i / len(parts))
-                batch = x[part].to(device).float()
-                for group in groups:
-                    group.step(batch, labels[i], rate)
+                step(x[part].to(device).float(), labels[i], rate)
             ticker.update(epoch + 1, f"{recipe.batch_size} samples at a time")
             if not every_epoch and epoch + 1 < recipe.epochs:
                 continue
@@ -164,18 +170,21 @@ class _Group:
             weight = weight * self.params["scale"][:, None]
         return F.linear(x, weight.flatten(0, 1), bias.flatten()).unflatten(1, bias.shape)
 
-    def step(self, x: Tensor, y: Tensor, rate: float) -> None:
-        """One update of all heads by the mean loss over the samples, added up over heads."""
+    def step(self, x: Tensor, y: Tensor, rate: Tensor | float) -> Tensor:
+        """One update of all heads by the mean loss over the samples, which it returns."""
         logits = self.logits(x, training=True)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.repeat_interleave(len(self.heads)))
+        loss = F.cross_entropy(logits.flatten(0, 1), y[:, None].expand(logits.shape[:2]).flatten())
         names, params = zip(*self.params.items(), strict=True)
         slopes = torch.autograd.grad(loss * len(self.heads), params)
         with torch.no_grad():
             for name, p, slope in zip(names, params, slopes, strict=True):
                 decays = name in ("weight", "bias") or self.recipe.decay_bn
                 self._move(name, p, slope, rate, decays=decays)
+        return loss.detach()
 
-    def _move(self, name: str, p: Tensor, slope: Tensor, rate: float, *, decays: bool) -> None:
+    def _move(
+        self, name: str, p: Tensor, slope: Tensor, rate: Tensor | float, *, decays: bool
+    ) -> None:
         def each(values: Tensor) -> Tensor:  # one number per head, to stand before p
             return values.view(-1, *[1] * (p.ndim - 1))
 
