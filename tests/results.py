@@ -126,8 +126,9 @@ def all_figures(root: Path = RESULTS) -> dict[str, str]:
 
 
 def figures(study: Study) -> list[str]:
-    """What is drawn: accuracy only if somebody asked the encoders anything."""
-    return ["norms", "accuracy"] if metrics(study.lines) else ["norms"]
+    """What is drawn: the figures that the page of results shows."""
+    page = (ROOT / "docs" / "results.md").read_text()
+    return [w for w in ("norms", "accuracy") if f"results-{study.name}-{w}.svg" in page]
 
 
 def data(study: Study, what: str) -> str:

@@ -87,6 +87,20 @@ def test_what_cannot_work_is_one_line(changes: dict[str, Any], message: str) -> 
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "changes", [{"positions.kind": "sincos"}, {"positions": {"kind": "sincos"}}]
+)
+def test_the_twin_of_a_run_with_a_sigma_of_its_own_is_one_key_away(changes: dict[str, Any]) -> None:
+    noisy = override(Config(), {"positions.sigma": 0.1, "positions.share": 0.5, "optim.lr": 0.01})
+    twin = override(noisy, changes)
+    assert twin.positions == Config.model_validate({"positions": {"kind": "sincos"}}).positions
+    assert twin.optim == noisy.optim
+    same = override(noisy, {"positions.kind": "stochastic", "positions.share": 0.25})
+    assert (same.positions.sigma, same.positions.share) == (0.1, 0.25)  # nothing was changed here
+    moved = override(noisy, {"positions.sigma": 2.0, "positions.kind": "jitter"})
+    assert (moved.positions.sigma, moved.positions.share) == (2.0, 1.0)
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(UserError) as caught:
         from_yaml("positions: {sgima: 0.1}\noptim: {lr: fast}\n", "my.yaml")

@@ -19,6 +19,7 @@ import stopmim
 from stopmim import pretrain
 from stopmim.cli import main, parse
 from stopmim.data import open_images
+from test_videos import davis
 from tiny import tiny, write_folder
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +58,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels, labels = np.zeros((1100, 8, 8, 3), np.uint8), np.arange(1100) % 100
     split = {"train_images": pixels, "train_labels": labels}
     np.savez(root / "tiny100.npz", val_images=pixels, val_labels=labels, **split)  # type: ignore[arg-type]
+    shutil.copy(root / "tiny100.npz", root / "cifar100.npz")
+    davis(root / "DAVIS", "2016")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
 

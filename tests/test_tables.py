@@ -49,8 +49,8 @@ def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
 
 def test_the_preset_for_small_images_is_what_was_trained_three_times() -> None:
     ours = configure("small_images").model_dump(mode="json", exclude={"runtime", "seed"})
-    study = next(study for study in results.studies() if study.name == "sigma")
-    trained = [one["config"] for one in study.records if one["row"] == "StoP-0.25"]
+    study = next(study for study in results.studies() if study.name == "claim")
+    trained = [one["config"] for one in study.records if one["row"] == "StoP-0.0625"]
     assert len(trained) == 3
     for config in trained:
         assert {key: config[key] for key in ours} == ours

@@ -308,9 +308,15 @@ def resolve(config: Config) -> Config:
 def override(config: Config, changes: Mapping[str, object], source: str = "config") -> Config:
     """A copy of `config` with keys replaced, all of it validated again, or a UserError.
 
-    A key is dotted (``"optim.lr"``), or names a section whose value is a mapping of its keys.
+    A key is dotted (``"optim.lr"``), or names a section whose value is a mapping of its keys. The
+    `kind` of a section says what its other keys mean: another kind begins with their defaults.
     """
     tree = config.model_dump(mode="json")
+    for section in ("masking", "positions"):
+        given = changes.get(section)
+        kind = given.get("kind") if isinstance(given, Mapping) else None
+        if changes.get(f"{section}.kind", kind) not in (None, tree[section]["kind"]):
+            tree[section] = {}
     for key, value in changes.items():
         *sections, name = key.split(".")
         node = tree
