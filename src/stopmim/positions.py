@@ -197,9 +197,8 @@ class StochasticPositions(Positions):
         elif self.conditioned:
             width, variance = seen, self.sigma / max(1, seen)
         shape = (*index.shape, width)
-        noise = torch.randn(shape, generator=generator, device=index.device).mul_(
-            math.sqrt(variance)
-        )
+        noise = torch.empty(shape, device=index.device)
+        noise.normal_(0.0, math.sqrt(variance), generator=generator)
         if self.share < 1:
             chance = torch.rand(index.shape, generator=generator, device=index.device)
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)

@@ -120,7 +120,8 @@ def draw_noise(
     Drawn chunk by chunk of the whole batch, so that it does not depend on how the batch is cut.
     """
     size, device = config.optim.batch_size, masks.targets.device
-    pieces: list[Noise] = []
+    of_masked: list[Tensor] = []
+    of_context: list[Tensor] = []
     for chunk in range(part.start // NOISE_CHUNK, math.ceil(part.stop / NOISE_CHUNK)):
         first, last = chunk * NOISE_CHUNK, min((chunk + 1) * NOISE_CHUNK, size)
         generator = torch_generator("noise", config.seed, step, chunk, device=device)
@@ -129,17 +130,14 @@ def draw_noise(
         targets = masks.targets[:, :1].expand(-1, last - first, -1)
         noise = predictor.draw(context, targets, generator)
         own = slice(max(first, part.start) - first, min(last, part.stop) - first)
-        pieces.append(
-            Noise(
-                None if noise.masked is None else noise.masked[:, own].to(dtype),
-                None if noise.context is None else noise.context[own].to(dtype),
-            )
-        )
-    masked = [piece.masked for piece in pieces if piece.masked is not None]
-    context_noise = [piece.context for piece in pieces if piece.context is not None]
+        if noise.masked is not None:
+            of_masked.append(noise.masked[:, own])
+        if noise.context is not None:
+            of_context.append(noise.context[own])
+    # Put together first and rounded then: a kernel less for every chunk.
     return Noise(
-        torch.cat(masked, dim=1) if masked else None,
-        torch.cat(context_noise) if context_noise else None,
+        torch.cat(of_masked, dim=1).to(dtype) if of_masked else None,
+        torch.cat(of_context).to(dtype) if of_context else None,
     )
 
 
