@@ -47,6 +47,13 @@ def test_the_figures_of_results_are_drawn_from_the_records_of_now() -> None:
         assert mark in there[name], f"{name}: run `make tables`"
 
 
+def test_no_number_begins_a_line() -> None:
+    """There a comment would end the paragraph, in Markdown."""
+    for page in tables.PAGES:
+        text = (tables.ROOT / page).read_text()
+        assert "\n<!-- number" not in text, page
+
+
 def test_the_preset_for_small_images_is_what_was_trained_three_times() -> None:
     ours = configure("small_images").model_dump(mode="json", exclude={"runtime", "seed"})
     study = next(study for study in results.studies() if study.name == "claim")
