@@ -225,25 +225,26 @@ def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
 def test_updates_go_on_where_there_is_no_memory_for_recordings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A recording keeps its 256 MiB, and the next shape needs as much: only one can have them."""
+    """A recording keeps its 512 MiB, and the next shape needs as much: only one can have them."""
 
     def total(x: Tensor) -> dict[str, Tensor]:
-        return {"sum": x[:1].repeat(2**26).sum()}
+        many = x[:1].repeat(2**26)  # in hand when the next 256 MiB are not there
+        return {"sum": (many + many).sum()}
 
     recorded = Recorded(total, torch.device("cuda"))
     half, quarter = torch.full((3,), 0.5).cuda(), torch.full((4,), 0.25).cuda()
     sums = [recorded(half)["sum"] for _ in range(4)]
     assert recorded.recordings
     torch.cuda.empty_cache()
-    enough = torch.cuda.memory_reserved() + 2**26
+    enough = torch.cuda.memory_reserved() + 2**28 + 2**26
     try:
         torch.cuda.set_per_process_memory_fraction(enough / torch.cuda.mem_get_info()[1])
         sums += [recorded(quarter)["sum"] for _ in range(4)] + [recorded(half)["sum"]]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert not recorded.recordings
-    assert capsys.readouterr().err.count("no memory for recordings") == 1
-    assert [float(x) for x in sums] == 4 * [2.0**25] + 4 * [2.0**24] + [2.0**25]
+    assert capsys.readouterr().err.count("no memory for CUDA graphs") == 1
+    assert [float(x) for x in sums] == 4 * [2.0**26] + 4 * [2.0**25] + [2.0**26]
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

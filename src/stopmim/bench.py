@@ -210,7 +210,7 @@ def prepare(config: Config, masks: Masks) -> Step:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     # With AdamW's moments there, until it is recorded; what is played back allocates nothing.
-    for _ in range(WARM + 1):
+    for _ in range(WARM):
         update()
     if device.type == "cuda":
         memory = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)

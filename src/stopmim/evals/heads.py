@@ -94,8 +94,10 @@ def train_heads(
     ]
 
     def step(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
-        losses = [group.step(x, y, rate) for group in groups]
-        return {"loss": torch.stack(losses).sum()}
+        found = [group.slopes(x, y) for group in groups]  # first of all, if memory runs out
+        for group, (_, slopes) in zip(groups, found, strict=True):
+            group.move(slopes, rate)
+        return {"loss": torch.stack([loss for loss, _ in found]).sum()}
 
     if device.type == "cuda":  # hundreds of small kernels, and none of them takes long
         step = Recorded(step, device)  # type: ignore[assignment]
@@ -170,17 +172,18 @@ class _Group:
             weight = weight * self.params["scale"][:, None]
         return F.linear(x, weight.flatten(0, 1), bias.flatten()).unflatten(1, bias.shape)
 
-    def step(self, x: Tensor, y: Tensor, rate: Tensor | float) -> Tensor:
-        """One update of all heads by the mean loss over the samples, which it returns."""
+    def slopes(self, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The mean loss over samples and heads, and its gradient by every parameter, per head."""
         logits = self.logits(x, training=True)
         loss = F.cross_entropy(logits.flatten(0, 1), y[:, None].expand(logits.shape[:2]).flatten())
-        names, params = zip(*self.params.items(), strict=True)
-        slopes = torch.autograd.grad(loss * len(self.heads), params)
-        with torch.no_grad():
-            for name, p, slope in zip(names, params, slopes, strict=True):
-                decays = name in ("weight", "bias") or self.recipe.decay_bn
-                self._move(name, p, slope, rate, decays=decays)
-        return loss.detach()
+        return loss.detach(), torch.autograd.grad(loss * len(self.heads), [*self.params.values()])
+
+    @torch.no_grad()
+    def move(self, slopes: tuple[Tensor, ...], rate: Tensor | float) -> None:
+        """One update of all heads."""
+        for (name, p), slope in zip(self.params.items(), slopes, strict=True):
+            decays = name in ("weight", "bias") or self.recipe.decay_bn
+            self._move(name, p, slope, rate, decays=decays)
 
     def _move(
         self, name: str, p: Tensor, slope: Tensor, rate: Tensor | float, *, decays: bool
