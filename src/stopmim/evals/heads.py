@@ -93,14 +93,14 @@ def train_heads(
         for _, some in itertools.groupby(sorted(heads, key=key), key)
     ]
 
-    def step(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
+    def update(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
         found = [group.slopes(x, y) for group in groups]  # first of all, if memory runs out
         for group, (_, slopes) in zip(groups, found, strict=True):
             group.move(slopes, rate)
         return {"loss": torch.stack([loss for loss, _ in found]).sum()}
 
-    if device.type == "cuda":  # hundreds of small kernels, and none of them takes long
-        step = Recorded(step, device)  # type: ignore[assignment]
+    # Hundreds of small kernels on a GPU, and none of them takes long.
+    step = Recorded(update, device) if device.type == "cuda" else update
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
     with (
