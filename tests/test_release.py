@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def seconds(code: str) -> float:
-    """CPU time of `code` in a new interpreter."""
+    """CPU time of `code` in a new interpreter, the better of two: other processes cost some too."""
     timed = f"import time; t = time.process_time()\n{code}\nprint(time.process_time() - t)"
     command = [sys.executable, "-c", timed]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    return min(float(run.stdout) for run in runs)
 
 
 def test_importing_everything_public_takes_at_most_twice_as_long_as_torch() -> None:
