@@ -1,7 +1,8 @@
-"""Packs half of Tiny-ImageNet into one file that every command reads: FOLDER OUT.npz
+"""Packs half of Tiny-ImageNet into files that every command reads: FOLDER OUT.npz HELD.npz
 
 Every second of its 200 classes, sorted by name: 50,000 training images and 5,000 to test on, 64 px.
-The folder is what tiny-imagenet-200.zip holds.
+The folder is what tiny-imagenet-200.zip holds. HELD.npz has the training images alone, the last
+tenth of each class to test on: what a recipe may be chosen by.
 """
 
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+folder, out, held_out = map(Path, sys.argv[1:])
 classes = sorted(path.name for path in (folder / "train").iterdir())[::2]
 label = {name: i for i, name in enumerate(classes)}
 found: dict[str, list[tuple[Path, int]]] = {"train": [], "val": []}
@@ -30,3 +31,16 @@ for split, files in found.items():
     )
     arrays[f"{split}_labels"] = np.array([y for _, y in files])
 np.savez(out, **arrays)
+
+images, labels = arrays["train_images"], arrays["train_labels"]
+last = np.zeros(len(labels), dtype=bool)
+for c in range(len(classes)):
+    own = np.flatnonzero(labels == c)
+    last[own[len(own) * 9 // 10 :]] = True
+np.savez(
+    held_out,
+    train_images=images[~last],
+    train_labels=labels[~last],
+    val_images=images[last],
+    val_labels=labels[last],
+)

@@ -59,7 +59,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels, labels = np.zeros((1100, 8, 8, 3), np.uint8), np.arange(1100) % 100
     split = {"train_images": pixels, "train_labels": labels}
     np.savez(root / "tiny100.npz", val_images=pixels, val_labels=labels, **split)  # type: ignore[arg-type]
-    shutil.copy(root / "tiny100.npz", root / "cifar100.npz")
+    for same in ("held100.npz", "cifar100.npz"):
+        shutil.copy(root / "tiny100.npz", root / same)
     davis(root / "DAVIS", "2016")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
@@ -106,7 +107,7 @@ def test_a_command_works_as_written(line: str) -> None:
             assert main(words) == 0
         case ["python", script]:
             assert ROOT / script in EXAMPLES  # run below
-        case ["python", "results/tiny_imagenet.py", "tiny-imagenet-200", "tiny100.npz"]:
+        case ["python", "results/tiny_imagenet.py", "tiny-imagenet-200", *out] if len(out) == 2:
             pass  # run below
         case ["pip", "install", *_]:
             assert "stopmim" in line or " -e " in line or "torch" in line
@@ -153,17 +154,22 @@ def test_half_of_the_classes_of_tiny_imagenet_are_packed(
         (images / "train" / name / "images").mkdir(parents=True)
         picture = Image.new("RGB", (64, 64), (60 * shade,) * 3)
         for i in (7, 107):
-            picture.save(images / "train" / name / "images" / f"{name}_{i}.JPEG")
+            later = Image.new("RGB", (64, 64), (60 * shade + 2 * (i > 100),) * 3)
+            later.save(images / "train" / name / "images" / f"{name}_{i}.JPEG")
         picture.save(images / "val" / "images" / f"val_{shade}.JPEG")
         lines.append(f"val_{shade}.JPEG\t{name}\t0\t0\t63\t63\n")
     (images / "val" / "val_annotations.txt").write_text("".join(lines))
-    monkeypatch.setattr(sys, "argv", ["", "tiny-imagenet-200", "tiny100.npz"])
+    monkeypatch.setattr(sys, "argv", ["", "tiny-imagenet-200", "tiny100.npz", "held100.npz"])
     runpy.run_path(str(ROOT / "results" / "tiny_imagenet.py"), run_name="__main__")
     train, test = (open_images("tiny100.npz", split) for split in ("train", "test"))
     # n1 and n3, and of both the first hundred files come first
     assert train.labels["class"].tolist() == [0, 1, 0, 1]
-    assert [int(train.read(i).mean()) for i in range(4)] == [0, 120, 0, 120]
+    assert [int(train.read(i).mean()) for i in range(4)] == [0, 120, 2, 122]
     assert test.labels["class"].tolist() == [0, 1]
+    # what a recipe is chosen by: of each class the last, and nothing of the test
+    first, last = (open_images("held100.npz", split) for split in ("train", "test"))
+    assert first.labels["class"].tolist() == last.labels["class"].tolist() == [0, 1]
+    assert [int(last.read(i).mean()) for i in range(2)] == [2, 122]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

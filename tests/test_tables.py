@@ -10,10 +10,11 @@ import pytest
 import results
 import tables
 from stopmim.cli import main
-from stopmim.config import Config, flatten
+from stopmim.config import Config, flatten, parse_yaml
 from stopmim.plan import configure
 from stopmim.presets import PRESETS
 from stopmim.report.record import as_text
+from stopmim.tables import read
 
 CONFIGURE = (tables.DOCS / "configure.md").read_text()
 REFUSED = [
@@ -61,6 +62,21 @@ def test_the_preset_for_small_images_is_what_was_trained_three_times() -> None:
     assert len(trained) == 3
     for config in trained:
         assert {key: config[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize("study", results.studies(), ids=lambda study: study.name)
+def test_the_command_above_a_table_gives_the_configs_of_its_records(study: results.Study) -> None:
+    file = results.RESULTS / f"{study.name}.yaml"
+    comment = " ".join(re.findall(r"^# (.*)$", file.read_text(), re.M))
+    options = dict(re.findall(r"--(\S+) (\S+)", comment))
+    shared = {key: parse_yaml(value, key) for key, value in options.items() if "." in key}
+    preset = options["preset"]
+    base = configure(str(tables.ROOT / preset) if "/" in preset else preset, shared)
+    rows = {row.name: row for row in read(file).rows}
+    for one in study.records:
+        ours = configure(base, rows[one["row"]].of(base) | {"seed": one["seed"]})
+        tree = ours.model_dump(mode="json", exclude={"runtime"})
+        assert {key: one["config"][key] for key in tree} == tree, one["row"]
 
 
 def test_the_figure_of_growth_is_drawn_from_the_newest_benchmark() -> None:
