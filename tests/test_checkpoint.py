@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from stopmim import Run, checkpoint, load_encoder, load_model, pretrain
 from stopmim.errors import CheckpointError
+from stopmim.mim import build
+from stopmim.optim import adamw
 from tiny import NoiseImages, tiny
 
 
@@ -76,6 +78,22 @@ def test_latest_is_by_step_and_not_by_date(copy: Run) -> None:
     assert copy.checkpoint == second
 
 
+def test_damaged_checkpoints_of_later_steps_do_not_take_the_place_of_good_ones(copy: Run) -> None:
+    """A run that passed over them saves, and again: what it saved is there."""
+    folder = copy.path / "checkpoints"
+    good, _ = sorted(folder.iterdir())
+    for step in (20, 30):
+        broken = shutil.copytree(good, folder / f"step-{step:08d}")
+        (broken / "state.json").write_text("{}")
+    model = build(copy.config)
+    optimizer = adamw(model, copy.config.optim)
+    for step in (11, 12):
+        saved = checkpoint.save(copy.path, model, optimizer, step=step, about={}, keep=2)
+        assert checkpoint.latest(copy.path)[0] == saved
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"step-{step:08d}" for step in (11, 12, 20, 30)]
+
+
 def test_a_checkpoint_of_a_later_format_asks_for_an_upgrade(copy: Run) -> None:
     manifest = json.loads((copy.checkpoint / "manifest.json").read_text())
     (copy.checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -84,7 +102,6 @@ def test_a_checkpoint_of_a_later_format_asks_for_an_upgrade(copy: Run) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_shapes(run: Run) -> None:
-    from stopmim.mim import build
     from stopmim.plan import configure
 
     other = build(configure(tiny(predictor={"width": 48})))
@@ -112,8 +129,6 @@ def test_what_is_loaded_is_what_was_trained(run: Run) -> None:
 
 
 def test_extra_weights_in_a_file_are_refused(copy: Run) -> None:
-    from stopmim.mim import build
-
     path = copy.checkpoint
     weights = load_file(path / "model.safetensors")
     save_file(weights | {"extra": torch.zeros(1)}, path / "model.safetensors")

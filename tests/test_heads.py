@@ -190,6 +190,19 @@ def test_tasks_have_the_published_classes_epochs_and_views() -> None:
     assert not TASKS["imagenet_mae"].views(b16).train.retry
 
 
+def test_batch_norm_decays_for_class_tokens_alone() -> None:
+    with torch.device("meta"):
+        ours, token = (
+            VisionTransformer.from_arch("vit_b16", 224, class_token=t) for t in (False, True)
+        )
+    decayed = {name: task.heads(token).decay_bn for name, task in TASKS.items()}
+    assert {name for name, decays in decayed.items() if not decays} == {
+        "imagenet_lars",
+        "imagenet_mae",
+    }
+    assert not any(task.heads(ours).decay_bn for task in TASKS.values())
+
+
 # ------------------------------------------------------------------------------ the two readings
 
 
@@ -245,6 +258,15 @@ def test_the_held_out_number_is_of_the_chosen_head_trained_on_all_of_train() -> 
     held, rest = held_out(y, 0)
     assert len(held) == 40
     assert sorted([*held.tolist(), *rest.tolist()]) == list(range(200))
+
+
+def test_a_class_of_one_sample_is_never_held_out() -> None:
+    y = torch.zeros(50, dtype=torch.long)
+    y[7] = 1
+    for seed in range(20):
+        held, rest = held_out(y, seed)
+        assert 7 in rest.tolist()
+        assert sorted([*held.tolist(), *rest.tolist()]) == list(range(50))
 
 
 def test_heads_for_augmented_views_are_chosen_on_plain_ones() -> None:

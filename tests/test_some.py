@@ -7,7 +7,10 @@ import pytest
 
 from stopmim.cli import main
 from stopmim.data.arrays import Arrays
+from stopmim.data.scenes import Scenes
 from stopmim.data.some import Some, held_out
+from stopmim.data.some import source as whole
+from stopmim.evals.inputs import choose_labels, middle, open_encoder
 from tiny import write_folder
 
 
@@ -30,6 +33,13 @@ def test_some_images_keep_names_pixels_and_labels_and_have_a_fingerprint_of_thei
     assert values(some) == [3, 7]
     assert some.labels["class"].tolist() == [0, 1]
     assert len({images.fingerprint, some.fingerprint, Some(images, [3, 8]).fingerprint}) == 3
+
+
+def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:
+    fit, test = held_out(Scenes(20, 24), 0.2, seed=0)
+    assert isinstance(whole(Some(test, [0])), Scenes)
+    assert choose_labels(fit, test, ()) == choose_labels(Scenes(8, 24), Scenes(8, 24), ())
+    assert middle(open_encoder("random:vit_micro8@24"), test).resize == 24
 
 
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:

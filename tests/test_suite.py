@@ -21,6 +21,7 @@ from stopmim.data.cache import folder
 from stopmim.data.randaugment import ALL, rand_augment
 from stopmim.data.recipes import TrainView, View
 from stopmim.data.scenes import Scenes
+from stopmim.data.some import Some
 from stopmim.errors import DataError, UserError
 from stopmim.evals import Result, cache, table
 from stopmim.evals.compare import Comparison, bootstrap, compare, mcnemar
@@ -288,8 +289,9 @@ def test_the_released_reading_standardises_test_features_among_themselves() -> N
 def test_test_classes_go_by_name_and_not_by_number() -> None:
     train, test = Coloured(8), Coloured(8, seed=1)
     train.classes, test.classes = ["a", "b", "c", "d"], ["b", "c", "d", "e"]  # type: ignore[attr-defined]
-    _, test_y = paired_labels(train, test, "class")
-    assert test_y.tolist() == (test.labels["class"] + 1).tolist()
+    for part in (train, Some(train, range(4))):
+        _, test_y = paired_labels(part, test, "class")
+        assert test_y.tolist() == (test.labels["class"] + 1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -424,6 +426,45 @@ def test_fine_tuning_learns_leaves_the_encoder_alone_and_is_the_same_again() -> 
     once = run(short)
     torch.manual_seed(5)
     assert run(short) == once
+
+
+def test_a_class_token_is_fine_tuned_with_the_rest_and_left_out_of_the_average() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2, class_token=True)
+    model = Classifier(encoder, 3, 0.0)
+    nn.init.normal_(model.head.weight)
+    images = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    encoder.norm = nn.Identity()  # type: ignore[assignment]
+    expected = model.head(model.fc_norm(encoder(images).mean(dim=1)))
+    assert torch.allclose(model(images), expected, atol=1e-6)
+    model(images).square().sum().backward()
+    assert model.encoder.cls_token is not None
+    assert model.encoder.cls_token.grad is not None
+
+
+def test_in_half_precision_gradients_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head that begins at 2e-5 nothing would reach the encoder."""
+    encoder = open_encoder(RANDOM)
+    assert isinstance(encoder, VisionTransformer)
+    zeros = list[float]()
+    real = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, *args: Any) -> Any:
+        found = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        zeros.append(float(torch.cat([x.flatten() for x in found]).eq(0).float().mean()))
+        return real(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train = Coloured(64)
+    finetune(
+        encoder,
+        train,
+        train,
+        "class",
+        Tuning(epochs=1, batch_size=64),
+        view=View(24, 24),
+        precision=torch.float16,
+    )
+    assert zeros[0] < 0.1
 
 
 def test_a_dropped_block_is_made_up_for_by_the_others() -> None:

@@ -28,6 +28,7 @@ from stopmim.errors import (
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
 from stopmim.run import claimed
+from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise
 from tiny import NoiseImages, assert_same_run, curve, tiny, weights, write_folder
 
@@ -201,6 +202,14 @@ def test_half_precision_follows_the_same_curve(whole: Run, tmp_path: Path, preci
     run = pretrain(NoiseImages(), tmp_path, tiny(runtime={"precision": precision}))
     for a, b in zip(run.metrics, whole.metrics, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supported(including_emulation: bool = True) -> bool:  # as of a V100 or a T4
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert choose_precision("auto", torch.device("cuda")) is torch.float16
 
 
 def test_loss_scaling_is_resumed(tmp_path: Path) -> None:

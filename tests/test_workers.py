@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from stopmim import pretrain
 from stopmim.data import loader
+from stopmim.data.workers import Watched, batches
 from stopmim.errors import ResourceError
 from stopmim.plan import configure
 from tiny import NoiseImages, tiny
@@ -34,6 +36,11 @@ class Trap(NoiseImages):
         if i == BAD:
             self.act()
         return super().read(i)
+
+
+class Numbers(Dataset[np.ndarray]):
+    def __getitem__(self, key: tuple[int, int]) -> np.ndarray:
+        return np.full(7, key[1])
 
 
 def fail() -> None:
@@ -93,6 +100,17 @@ def test_no_room_in_shared_memory_is_said_and_not_waited_for() -> None:
     config = configure(tiny(runtime={"workers": 2}))
     with pytest.raises(ResourceError, match=r"/dev/shm has no room .* --runtime.workers 1,"):
         list(loader(Trap(no_room), config, 0, device=CPU))
+
+
+def test_long_lists_of_keys_do_not_fill_the_pipe_from_both_ends() -> None:
+    """Each of half a megabyte, and its answer of two: no buffer holds them."""
+    n = 40_000
+    lists = [[(0, i) for i in range(n)] for _ in range(4)]
+    watched = Watched(NoiseImages(), 1, 60)
+    signal.alarm(30)  # nobody handles it
+    found = list(batches(Numbers(), lists, np.stack, watched))
+    signal.alarm(0)
+    assert [int(array[-1, 0]) for array in found] == 4 * [n - 1]
 
 
 def test_the_global_state_of_this_process_is_left_alone() -> None:

@@ -40,7 +40,7 @@ def save(
     about: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes the checkpoint of `step` and then removes all but the newest `keep`.
+    """Writes the checkpoint of `step` and then removes older ones, but for `keep` - 1.
 
     `about` is what else a reader needs: the config, the state of the loss scaler.
     """
@@ -75,13 +75,17 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     faultpoint("save.renamed")
-    prune(run, keep)
+    prune(final, keep)
     return final
 
 
-def prune(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, whose newest is known to be whole."""
-    for old in _steps(run)[:-keep]:
+def prune(newest: Path, keep: int) -> None:
+    """Of `newest`, which is known to be whole, and those before it, removes all but `keep`.
+
+    A later one is damaged, or the run would be further: it must not take the place of another.
+    """
+    run = newest.parents[1]
+    for old in [path for path in _steps(run) if path <= newest][:-keep]:
         shutil.rmtree(old)
         faultpoint("save.pruned")
 

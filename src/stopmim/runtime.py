@@ -37,7 +37,8 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         if device.type == "cpu":
             return None
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        own = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if own else torch.float16
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 

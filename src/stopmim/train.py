@@ -345,10 +345,9 @@ def _resume(
         return 0
     about = checkpoint.state(newest)
     checkpoint.load(newest, model, optimizer)
-    if world.first:
+    if world.first:  # a kill may have come between a save and its clearing up
         checkpoint.sweep(path)
-    if world.first and not damaged:  # a kill may have come between a save and its clearing up
-        checkpoint.prune(path, keep)
+        checkpoint.prune(newest, keep)
     if scaler and about["scaler"]:
         scaler.load_state_dict(about["scaler"])
     say(f"{path}: resumes at step {about['step']}")

@@ -15,6 +15,7 @@ class Some:
     def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
         self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
         self.labels = {name: label[self.kept] for name, label in images.labels.items()}
+        self.classes: list[str] = getattr(images, "classes", [])  # which a label is a number of
         if isinstance(images, Chunked):  # what is left of a chunk still lies side by side
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
@@ -31,6 +32,11 @@ class Some:
 
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))
+
+
+def source(images: Images) -> Images:
+    """What `images` are some of, or they themselves."""
+    return source(images.images) if isinstance(images, Some) else images
 
 
 def held_out(images: Images, share: float, seed: int) -> tuple[Some, Some]:

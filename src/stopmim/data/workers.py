@@ -8,6 +8,7 @@ alarm that kills it should the image take too long.
 
 import atexit
 import errno
+import itertools
 import os
 import signal
 from collections import deque
@@ -24,6 +25,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.errors import ResourceError
 
 AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
+LONG = 8192  # keys; two longer lists, and an answer, could fill a pipe from both ends
 ORPHAN_SECONDS = 5.0  # between two looks whether the parent still lives
 
 _number: int | None = None  # of this worker; None in the process that trains
@@ -102,6 +104,9 @@ def batches(
     try:
         for worker in pool * AHEAD:
             if (part := next(lists, None)) is not None:
+                if worker in due and len(part) > LONG:
+                    lists = itertools.chain([part], lists)
+                    break
                 worker.send(part)
                 due.append(worker)
         while due:

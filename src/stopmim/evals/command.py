@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from stopmim.data import Images
 from stopmim.data.scenes import Scenes
-from stopmim.data.some import Some
+from stopmim.data.some import Some, source
 from stopmim.data.videos import Year
 from stopmim.errors import StorageError, UserError
 from stopmim.evals import Result, table
@@ -87,7 +87,7 @@ def asked(
 ) -> tuple[list[Result], dict[str, Any]]:
     """The results of `protocols`, and the facts that are noted with each."""
     train, test = _images(request, encoder)
-    if request.videos is None and isinstance(test, Scenes):
+    if request.videos is None and isinstance(source(test), Scenes):
         request = dataclasses.replace(request, videos="scenes")
     options = options_of(request, encoder, protocols, test)
     return suite(encoder, train, test, options), _facts(name, request, train, test)
@@ -203,7 +203,7 @@ def options_of(
         labels=tuple(request.label),
         selections=SELECTIONS[request.selection],
         layers=LAYERS[request.layers],
-        recipe=task.recipe if task else OWN if request.recipe == "own" else None,
+        recipe=task.heads(encoder) if task else OWN if request.recipe == "own" else None,
         view=view,
         train_view=views and views.train,
         views=request.views,

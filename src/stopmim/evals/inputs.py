@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stopmim.data import Images, open_images
 from stopmim.data.recipes import View
 from stopmim.data.scenes import Scenes
-from stopmim.data.some import held_out
+from stopmim.data.some import held_out, source
 from stopmim.errors import DataError, UserError
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
@@ -57,7 +57,7 @@ def native_size(encoder: Encoder) -> int:
 def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
     """The usual view: 256 px and then the middle 224 of photographs, all of a rendered scene."""
     size = size or native_size(encoder)
-    return View(size if isinstance(images, Scenes) else round(size * 256 / 224), size)
+    return View(size if isinstance(source(images), Scenes) else round(size * 256 / 224), size)
 
 
 def open_pair(
@@ -97,7 +97,7 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
     if not common:
         raise DataError("eval: the images have no labels: put them in one folder per class")
     if not wanted:
-        wanted = [n for n in common if n in QUESTIONS or not isinstance(train, Scenes)]
+        wanted = [n for n in common if n in QUESTIONS or not isinstance(source(train), Scenes)]
     for name in wanted:
         if name not in common:
             raise UserError(f"--label {name}: no such label; there is {', '.join(common)}")

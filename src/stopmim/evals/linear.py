@@ -185,10 +185,11 @@ def choose_l2(
 
 
 def held_out(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the samples to choose on, and of the rest."""
+    """Numbers of the samples to choose on, and of the rest, which has some of every class."""
     order = torch.randperm(len(y), generator=torch_generator("probe", seed)).to(y.device)
     held, rest = order.tensor_split([round(HELD_OUT * len(y))])
-    return held, rest
+    lost = ~torch.isin(y[held], y[rest])  # of a class that is rare: all of it was held out
+    return held[~lost], torch.cat([rest, held[lost]])
 
 
 def _fit(x: Tensor, y: Tensor, l2: float, tolerance: float = TOLERANCE) -> Tensor:

@@ -5,7 +5,7 @@ configs/config/benchmark/linear_image_classification), and of MAE's main_linprob
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stopmim import schedules
@@ -57,6 +57,12 @@ class Task:
     classes: int
     recipe: Recipe
     dataset: Dataset
+
+    def heads(self, encoder: Encoder) -> Recipe:
+        """VISSL's vit_b16.yaml and vit_l16.yaml, of class tokens, decay batch norm as well."""
+        return replace(
+            self.recipe, decay_bn=encoder.pool == "cls" and self.recipe.optimizer == "sgd"
+        )
 
     def views(self, encoder: Encoder) -> Views:
         """What VISSL shows to an encoder of that size, at its 224 pixels; see `recipes.probe`."""
