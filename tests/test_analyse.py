@@ -88,7 +88,7 @@ def test_figures_go_into_the_run_unless_told_otherwise(run: Run, tmp_path: Path)
     assert analyse("noise", [copy.path]) == [copy.path / "figures" / "noise.png"]
     with pytest.raises(UserError, match="name a run"):
         analyse("pca", [], tmp_path)
-    with pytest.raises(UserError, match="name a run, or a folder"):
+    with pytest.raises(UserError, match="name a run directory, or a folder"):
         analyse("smoothing", [])
     assert analyse("smoothing", [], tmp_path / "x")[0].exists()
 

@@ -165,6 +165,15 @@ def test_another_list_is_another_data_set(tmp_path: Path) -> None:
         pretrain(NoiseImages(), tmp_path / "run", config)
 
 
+def test_a_run_that_met_too_many_bad_files_goes_on_as_it_advises(tmp_path: Path) -> None:
+    images = NoiseImages(broken=(3, 17))
+    with pytest.raises(DataError, match=r"raise --data.max_bad to go on") as said:
+        pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.0}))
+    pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.1}))
+    listed = str(said.value).split("--data.skip ")[1]
+    pretrain(images, tmp_path / "b", tiny(data={"max_bad": 0.05, "skip": listed}))
+
+
 def test_the_bad_files_of_a_run_can_be_skipped_by_the_next(tmp_path: Path) -> None:
     images = NoiseImages(broken=(3, 17))
     first = pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.1}))

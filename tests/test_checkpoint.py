@@ -76,6 +76,8 @@ def test_latest_is_by_step_and_not_by_date(copy: Run) -> None:
     first, second = sorted((copy.path / "checkpoints").iterdir())
     os.utime(first, (2e9, 2e9))
     assert copy.checkpoint == second
+    assert Run(str(copy.path)) == copy
+    assert Run(str(copy.path)).checkpoint == second
 
 
 def test_damaged_checkpoints_of_later_steps_do_not_take_the_place_of_good_ones(copy: Run) -> None:

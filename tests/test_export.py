@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,23 @@ def test_an_export_is_read_back_as_what_was_exported(
     want = run.encoder("target")
     assert torch.equal(encoder.features(pictures(), 4), want.features(pictures(), 4))
     assert (want(pictures()) - run.encoder("context")(pictures())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("to", ["timm", "hf", "safetensors"])
+def test_the_folder_of_an_export_is_an_encoder_too(
+    to: str, run: Run, exports: dict[str, Path]
+) -> None:
+    encoder = stopmim.load_encoder(exports[to])
+    assert torch.equal(encoder.features(pictures()), run.encoder().features(pictures()))
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_export(
+    run: Run, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run.checkpoint, tmp_path / "copy")
+    (copy / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="manifest"):
+        stopmim.load_encoder(copy)
 
 
 @pytest.mark.parametrize("to", ["timm", "hf", "safetensors"])

@@ -83,6 +83,15 @@ def test_of_a_run_that_was_trained_too_long_an_earlier_step_is_kept() -> None:
     assert 0 < keep < rows[-1]["step"]
 
 
+def test_a_predictor_that_has_learned_is_not_said_to_have_learned_nothing() -> None:
+    """Of targets with less than half of their rank it is too early to say more."""
+    *rows, last = planted("healthy-0")
+    start = next(row["random_init"] for row in [*rows, last] if "random_init" in row)
+    found = diagnose([*rows, last | {"target_rank": 0.45 * start["target_rank"]}])
+    assert found.verdict == "too early to say"
+    assert "tells images apart" in found.because
+
+
 def test_a_change_of_the_verdict_is_said_once() -> None:
     rows = planted("healthy-0")
     watch = Watch([])

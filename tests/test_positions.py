@@ -306,6 +306,13 @@ class Theirs(nn.Module):
         return self.out(self.mix(torch.cat([c, m], dim=1))[:, seen.shape[1] :])
 
 
+@pytest.mark.parametrize("covariance", ["projected", "fixed"])
+def test_a_predictor_in_bfloat16_gets_tokens_in_bfloat16(covariance: Any) -> None:
+    positions = StochasticPositions(4, 8, sigma=0.25, covariance=covariance).to(torch.bfloat16)
+    project = nn.Linear(6, 8).to(torch.bfloat16)
+    assert positions(torch.arange(3).expand(2, 3), project).dtype == torch.bfloat16
+
+
 def test_they_work_alone_in_a_predictor_that_is_not_ours() -> None:
     torch.manual_seed(0)
     theirs, context = Theirs(), torch.randn(2, 3, ENCODER)

@@ -294,6 +294,19 @@ def test_test_classes_go_by_name_and_not_by_number() -> None:
         assert test_y.tolist() == (test.labels["class"] + 1).tolist()
 
 
+def test_as_many_labels_are_noted_as_there_were() -> None:
+    (found,) = suite(Planted(), Coloured(20), Coloured(40, seed=1), Options(("lowshot",), few=1000))
+    assert f"{np.bincount(Coloured(20).labels['class']).max()}/class" in str(found.setting)
+
+
+def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = Coloured(Planted().width)
+    assert suite(Planted(), Coloured(20), few, Options(protocols=("rankme",))) == []
+    assert "rankme: left out, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("train", "test", "labels", "said"),
     [

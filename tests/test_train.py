@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -311,6 +313,29 @@ def test_a_directory_in_use_is_refused_and_not_touched(
         pretrain(NoiseImages(), tmp_path, tiny())
     assert caught.value.exit_code == 8
     assert not (tmp_path / "run.json").exists()
+
+
+def test_what_a_killed_process_leaves_behind_does_not_keep_its_run(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, time
+from pathlib import Path
+import torch.multiprocessing as mp
+from stopmim.run import claimed
+with claimed(Path(sys.argv[1])):
+    worker = mp.Process(target=time.sleep, args=(30,), daemon=True)
+    worker.start()
+    Path(sys.argv[1], "pid").write_text(str(worker.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL
+    worker = int((tmp_path / "pid").read_text())
+    os.kill(worker, 0)  # it is still there
+    try:
+        with claimed(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, Suppr
 
 from stopmim._version import __version__
 from stopmim.cli_eval import Eval
-from stopmim.config import Config, Section, parse_yaml
+from stopmim.config import Config, Section, flatten, parse_yaml
 from stopmim.errors import DataError, RowsFailedError, UserError
 
 Changes = Suppress[dict[str, Any]]
+TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # --optim.lr 1e-3 and the like
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 
 
@@ -476,9 +477,20 @@ def _one_line(box: str, words: list[str]) -> str:
     known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", said)
     if known and (lost := _no_such_command(words, known[1].strip().split(", "))):
         return lost
-    hint = f'did you mean "{near.split()[0]}"?' if near else ""
+    meant = near.split()[0] if near else ""
+    if unknown := re.match(r"Unrecognized or misplaced options: (--[\w.-]+)", said):
+        said = f"{words[0]}: no option {unknown[1]}"
+        meant = _key_of(unknown[1]) if words[0] in TAKE_KEYS else ""
+    hint = f'did you mean "{meant}"?' if meant else ""
     command = f" {words[0]}" if words and words[0] in text else ""
     return "; ".join(filter(None, [said.strip(" ."), hint, f"see stopmim{command} --help"]))
+
+
+def _key_of(option: str) -> str:
+    """The option of a config key that has this name without its section, or nothing."""
+    name = option.removeprefix("--").replace("-", "_")
+    keys = [key for key, _ in flatten(Config().model_dump(mode="json"))]
+    return next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
 
 
 def _no_such_command(words: list[str], names: list[str]) -> str:

@@ -80,7 +80,7 @@ class Diagnosis:
             lines.append(f"  reference: {self.reference}, at the same share of its training")
         lines += [f"- {line}" for line in self.advice]
         if self.keep is not None:
-            lines.append(f"keep the checkpoint of step {self.keep}, or the nearest to it")
+            lines.append(f"keep the checkpoint of step {self.keep}, or the nearest that is left")
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -133,6 +133,11 @@ COLLAPSED = (
     "raise --optim.ema towards 0.999, lower --optim.lr by 3 to 10",
     "make the predictor wider and deeper (--predictor.width, --predictor.depth)",
 )
+
+
+def _has_learned(signs: Signs) -> bool:
+    return signs.lately("skill") > 0 and signs.lately("predicted_image_share") > 0.05
+
 
 REPEATED = 10  # epochs; nobody learns by heart what he has seen a few times
 
@@ -197,11 +202,7 @@ RULES = (
     ),
     Rule(
         "healthy",
-        lambda s: (
-            s.lately("skill") > 0
-            and s.lately("predicted_image_share") > 0.05
-            and s.relative("target_rank") > 0.5
-        ),
+        lambda s: _has_learned(s) and s.relative("target_rank") > 0.5,
         "the predictor tells images apart, and the targets are rich",
         (),
     ),
@@ -232,6 +233,7 @@ RULES_FOR_PIXELS = (
     *(rule for rule in RULES if rule.verdict in ("healthy", "shortcut")),
 )
 TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
+TOO_CLOSE = "the predictor tells images apart, but the targets are poorer than they may become"
 
 
 def diagnose(metrics: Sequence[Row], config: Config | None = None) -> Diagnosis:
@@ -253,7 +255,8 @@ def diagnose(metrics: Sequence[Row], config: Config | None = None) -> Diagnosis:
         if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
             keep = _best(rule.verdict, rows)
             return Diagnosis(rule.verdict, rule.because, evidence, rule.advice, at, keep, name)
-    return Diagnosis("too early to say", TOO_EARLY, evidence, (), at, None, name)
+    because = TOO_CLOSE if _has_learned(signs) else TOO_EARLY
+    return Diagnosis("too early to say", because, evidence, (), at, None, name)
 
 
 def measurements(metrics: Sequence[Row]) -> tuple[Row | None, list[Row]]:

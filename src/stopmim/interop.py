@@ -87,6 +87,8 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
     path = existing(path)
     if path.is_dir() and (path / "config.json").is_file():
         return foreign.load_huggingface(path, heads).eval()
+    if _is_export(path):
+        path /= "model.safetensors"
     if not path.is_dir():
         return encoder_in(read_tree(path), path, branch, heads)
     return _load_ours(path).eval().branch(branch)
@@ -117,6 +119,12 @@ def load_model(
     if not is_released(tree) and mae.decoder_in(tree):
         return mae_in(tree, path, heads, decoder_heads)
     return model_in(tree, path, heads)
+
+
+def _is_export(path: Path) -> bool:
+    """Whether it is a folder of `stopmim export`: weights, and nothing of a checkpoint of ours."""
+    others = any((path / name).exists() for name in ("run.json", "manifest.json", "state.json"))
+    return not others and (path / "model.safetensors").is_file()
 
 
 def existing(path: str | Path) -> Path:

@@ -240,7 +240,7 @@ class StochasticPositions(Positions):
             if not (self.training or self.bias == "project"):
                 return token
             seen = 0 if context is None else context.shape[-2]
-            noise = self.draw(index, project, generator, seen=seen)
+            noise = self.draw(index, project, generator, seen=seen).to(project.weight.dtype)
         if self.covariance == "fixed":
             return token + noise
         if self.conditioned:

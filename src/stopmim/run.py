@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -36,11 +36,14 @@ if TYPE_CHECKING:
     from stopmim.vit import Encoder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Run:
     """A run on disk, as `pretrain` returns it."""
 
     path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @property
     def about(self) -> dict[str, Any]:
@@ -84,6 +87,18 @@ class Run:
         append_jsonl(self.path / "results.jsonl", result)
 
 
+_locks: set[TextIO] = set()  # of runs that this process has claimed
+
+
+def _let_go() -> None:
+    """A lock goes when all who have it are gone, and workers outlive a killed parent by seconds."""
+    for handle in _locks:
+        handle.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Makes sure that `path` can be written to, and that nobody else does so at the same time."""
@@ -105,9 +120,11 @@ def claimed(path: Path) -> Iterator[None]:
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
         handle.flush()
+        _locks.add(handle)
         try:
             yield  # the lock goes with the process, however it ends
         finally:
+            _locks.remove(handle)
             if not (path / "run.json").exists():  # nothing came of it: leave no trace
                 lock.unlink()
                 with contextlib.suppress(OSError):
@@ -159,11 +176,12 @@ def begin(
 
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
-    """A resumed run has the config it began with; only `runtime` is free."""
+    """A resumed run has the config it began with; free is only what no image depends on."""
     before, now = (dict(flatten(tree)) for tree in (old, config.model_dump(mode="json")))
     before = dict(flatten(Config().model_dump(mode="json"))) | before  # keys it did not know yet
     for key in before.keys() | now.keys():
-        if not key.startswith("runtime.") and before.get(key) != now.get(key):
+        free = key.startswith("runtime.") or key == "data.max_bad"
+        if not free and before.get(key) != now.get(key):
             raise UserError(
                 f"{path}: this run has another config: {key}: {before.get(key)!r} -> "
                 f"{now.get(key)!r}; set it back to go on, or choose another --out"
@@ -199,7 +217,8 @@ class BadFiles:
             name, reason = bad[-1]
             raise DataError(
                 f"{len(self.names)} of {self.total} images cannot be read, as {name}: {reason}; "
-                f"{self.path} lists them: mend or remove them, or raise --data.max_bad"
+                f"raise --data.max_bad to go on, or leave them out of a new run with "
+                f"--data.skip {self.path}"
             )
 
 

@@ -20,7 +20,7 @@ R = TypeVar("R")
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of the process that is number `local_rank` on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("runtime.device: cuda, but torch sees no GPU; use --runtime.device cpu")
+        raise UserError("device: cuda, but torch sees no GPU; choose cpu, or leave it out")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):

@@ -115,7 +115,7 @@ def questions(
         videos = given[0][1] if given else "scenes"
         open_videos(videos)
         return (Question(("tracking",), {"videos": videos, "video_size": video_size}),)
-    if few.isdecimal():
+    if few.isdecimal() and int(few):
         number: dict[str, Any] = {"per_class": int(few)}
     elif Path(few).is_file():
         number = {"list": few}

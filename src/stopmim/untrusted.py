@@ -75,6 +75,8 @@ def one_line(error: BaseException) -> str:
     """The first sentence of what `error` says, and not torch's advice to trust the file."""
     text = str(error)
     if "weights_only" in text:
+        if "Unsupported operand" in text:  # the first byte of a picture, say, is none of a pickle
+            return "not a file of weights, or it holds more than tensors"
         asked = re.search(r"GLOBAL ([\w.]+)", text)
         return "it holds more than tensors" + (f": it asks for {asked[1]}" if asked else "")
     line = (text.splitlines() or [type(error).__name__])[0]

@@ -36,8 +36,10 @@ def analyse(
         out: folder for the figures; the folder `figures` of the first run without it.
         data: the images; those the runs were trained on without it.
     """
-    if out is None and not runs:
-        raise UserError(f"analyse {what}: name a run, or a folder for the figure with --out")
+    of_the_method = what in ("collapse", "smoothing")
+    if not runs and not (of_the_method and out is not None):
+        hint = ", or a folder for the figure with --out" if of_the_method else ", as runs/first"
+        raise UserError(f"analyse {what}: name a run directory{hint}")
     from stopmim.analysis.subject import source
     from stopmim.data import open_images
     from stopmim.run import Run
@@ -49,8 +51,6 @@ def analyse(
         )  # once: drawing thousands of scenes takes time
     paths = []
     for one in get_args(What) if what == "all" else (what,):
-        if not runs and one not in ("collapse", "smoothing"):
-            raise UserError(f"analyse {one}: name a run directory, as runs/first")
         picture = draw(one, [Path(run) for run in runs], data)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stopmim.data import Images
-from stopmim.errors import DataError
+from stopmim.errors import DataError, UserError
 from stopmim.keys import torch_generator
 
 LAMBDA = 0.0025  # of the README of StoP and of MSN; the script's own default is a tenth of it
@@ -26,7 +26,7 @@ NEVER = -1000.0  # intercept of a class without samples: exp of it is zero in fl
 def per_class(y: Tensor, n: int, seed: int) -> list[int]:
     """`n` samples of each class, or all of a class that has fewer, drawn by (seed, class)."""
     if n < 1:
-        raise ValueError(f"at least one image per class is needed, got {n}")
+        raise UserError(f"--per-class {n}: at least one image of each class is needed")
     found: list[int] = []
     for label in y.unique().tolist():
         own = (y == label).nonzero()[:, 0].cpu()

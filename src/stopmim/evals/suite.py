@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stopmim.console import say
 from stopmim.data import Images
 from stopmim.data.recipes import LOWSHOT, TrainView, View
 from stopmim.data.some import Some
@@ -158,7 +159,9 @@ def _ask(encoder: Encoder, train: Images, test: Images, options: Options) -> Ite
         for protocol, ask in (("knn", _knn), ("linear", _linear), ("lowshot", _lowshot)):
             if protocol in options.protocols:
                 yield from ask(kit, label)
-    if "rankme" in options.protocols and len(test) > encoder.width:
+    if "rankme" in options.protocols and len(test) <= encoder.width:
+        say(f"rankme: left out, {len(test)} test images cannot fill {encoder.width} dimensions")
+    elif "rankme" in options.protocols:
         value = rankme(kit.last(kit.test_x))
         rank = Result("rankme", "rankme", "", value, None, len(test), "none", options.seed)
         yield Measured(rank, None)
@@ -297,7 +300,8 @@ def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
         kit.last(test_x),
         statistics="test" if options.released else "train",
     )
-    many = f"{few}/class" if isinstance(few, int) else few.name
+    # Of a class that has fewer, all: then these are fewer than were asked for.
+    many = f"{int(y[index].bincount().max())}/class" if isinstance(few, int) else few.name
     released = ", released" if options.released else ""
     setting = f"{many}, lambda {LAMBDA}{released}"
     right = found.cpu() == test_y
