@@ -200,7 +200,7 @@ def perform(trial: Trial) -> list[Answer]:
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     """The answers of the encoder called `name`."""
     options = question.request | {"device": device}
-    options |= {name: Path(options[name]) for name in ("list", "skip") if name in options}
+    options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
     request = command.Request(**options)
     encoder = open_encoder(name, request.branch)
     match question.protocols:

@@ -77,11 +77,14 @@ def read_list(file: Path, part: str = "train") -> set[str]:
 
 
 def try_list(file: Path) -> None:
-    """Refuses what `write_list` could not write later, or nobody could read."""
+    """Refuses what `write_list` could not write later, or `data.skip` would not take."""
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: the name of a list of images ends in .jsonl")
+    new = not file.exists()
     try:
         file.open("a").close()
+        if new:
+            file.unlink()  # nothing is listed yet
     except OSError as error:
         raise _unwritable(file, error) from None
 
