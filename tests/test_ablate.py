@@ -18,9 +18,10 @@ import pytest
 import results
 from stopmim import ablate
 from stopmim.ablations import TABLES, find, listing, printed
+from stopmim.check import check
 from stopmim.cli import main
 from stopmim.config import Config, to_yaml
-from stopmim.errors import UserError
+from stopmim.errors import DataError, UserError
 from stopmim.evals.seeds import over_seeds, paired, t_quantile
 from stopmim.jobs import places, updates_of
 from stopmim.plan import configure
@@ -28,7 +29,7 @@ from stopmim.report import ablation, record
 from stopmim.report.lines import metric
 from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
-from tiny import tiny
+from tiny import tiny, write_parts
 
 # One row for everything that a row can change; `slow` has all of them.
 MECHANISMS = {
@@ -310,6 +311,33 @@ def test_what_cannot_work_is_said_before_anything_trains(
     with pytest.raises(UserError, match=said):
         plan("positions", tmp_path, **options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_broken_images_to_evaluate_on_are_found_before_anything_trains_unless_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, fixes = str(write_parts(tmp_path / "images")), tmp_path / "fixes.jsonl"
+    options: dict[str, Any] = {"data": root, "evals": [], "rows": ["StoP"]}
+    with pytest.raises(DataError) as caught:
+        plan("positions", tmp_path / "o", **options)
+    said = str(caught.value)
+    assert said.startswith(f"{root}: 2 of 56 images to evaluate on cannot be read, first part0/003")
+    assert "--data.skip FILE" in said
+    with pytest.raises(DataError, match=r"mend or remove them$"):  # a list is for --data alone
+        plan("positions", tmp_path / "o", **options | {"data": "scenes:16:32", "evals": [root]})
+    with monkeypatch.context() as patch:
+        patch.setattr("stopmim.trial.LOOKED", 55)
+        assert plan("positions", tmp_path / "o", **options)  # too many to read just in case
+    check(root, "tiny_cpu", fix_list=fixes)
+    options["changes"] = {"data.skip": str(fixes)}
+    planned = plan("positions", tmp_path / "o", **options)
+    (done,) = carried_out(planned)
+    assert {a["protocol"] for a in done.answers} == {"lowshot", "knn", "linear"}
+    assert {a["train_data"] for a in done.answers} == {f"{root} (39 images)"}
+    assert {a["test_data"] for a in done.answers} == {f"{root} (15 images)"}
+    fixes.write_text(fixes.read_text() + '{"name": "part0/004.png"}\n')
+    (entry,) = plan("positions", tmp_path / "o", **options).entries
+    assert entry.trial.path.name != done.run  # other images, another run
 
 
 def test_every_problem_of_every_row_is_said_at_once(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from stopmim import Run, pretrain
 from stopmim.check import check
 from stopmim.cli import main
 from stopmim.data import open_images
-from stopmim.data.skip import read_list, without, without_skipped
+from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
 from stopmim.errors import DataError
 from test_decode import encoded, picture
-from tiny import NoiseImages, assert_same_run, tiny, write_folder
+from tiny import NoiseImages, assert_same_run, tiny, write_folder, write_parts
 
 
 @pytest.fixture
@@ -121,6 +121,67 @@ def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
     assert report.text()
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--limit", "0"], 2, "--limit 0: at least one image"),
+        (["--limit", "-5"], 2, "--limit -5: at least one image"),
+        (["--fix-list", "nowhere/a.jsonl"], 5, "nowhere/a.jsonl: cannot write the list: No such"),
+        (["--fix-list", "a.jsonl", "--preset", "no"], 2, "no: no such preset"),
+        (["--fix-list", "a.txt"], 2, "a.txt: the name of a list of images ends in .jsonl"),
+    ],
+)
+def test_what_cannot_work_is_said_before_an_image_is_read(
+    words: list[str],
+    code: int,
+    said: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", str(folder), *words]) == code
+    (line,) = capsys.readouterr().err.splitlines()  # and none of progress
+    assert line.startswith(f"stopmim: error: {said}")
+    assert not list(tmp_path.glob("a.*"))
+
+
+# ------------------------------------------------------------------------------ the test part
+
+
+def test_a_test_part_is_read_too_and_its_broken_files_are_told_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, fixes = write_parts(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    words = ["check", str(root), "--preset", "tiny_cpu"]
+    assert main([*words, "--data.max_bad", "0.05"]) == 3  # one of 40, but one of 16 to test on
+    said = capsys.readouterr()
+    assert "test part 16 images scanned" in said.out
+    assert "fit for training, but not for evaluation" in said.out
+    assert "images, test part: 1 of 16 images cannot be read" in said.err
+    assert main([*words, "--data.max_bad", "0.1", "--fix-list", str(fixes)]) == 0
+    assert "eval --skip" in capsys.readouterr().out
+    assert [json.loads(line) for line in fixes.read_text().splitlines()] == [
+        {"name": "part0/003.png", "reason": "not an image of a known format"},
+        {"name": "part1/001.png", "reason": "empty file", "part": "test"},
+    ]
+    report = check(root, "tiny_cpu", {"optim.batch_size": 8, "data.skip": str(fixes)})
+    assert report.test
+    assert (report.images, report.test.images, report.verdict) == (39, 15, "usable")
+
+
+def test_a_class_that_training_does_not_know_makes_the_test_part_useless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_parts(tmp_path / "images")
+    (root / "val" / "part1").rename(root / "val" / "zebra")
+    assert main(["check", str(root), "--preset", "tiny_cpu", "--data.max_bad", "0.1"]) == 3
+    said = capsys.readouterr()
+    assert "verdict   fit for training, but not for evaluation" in said.out
+    assert "class zebra is not among those of training" in said.err
+
+
 # ------------------------------------------------------------------------------ leaving out
 
 
@@ -153,6 +214,32 @@ def test_a_run_that_skips_is_the_run_on_the_others_and_resumes_exactly(tmp_path:
     assert (clean.checkpoint / "model.safetensors").read_bytes() == (
         whole.checkpoint / "model.safetensors"
     ).read_bytes()
+
+
+def test_an_entry_is_left_out_of_its_own_part_though_the_other_has_the_name(
+    tmp_path: Path,
+) -> None:
+    root, fixes = write_parts(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    train, test = open_images(root, "train"), open_images(root, "test")
+
+    def left_out(*lines: dict[str, str]) -> list[set[str]]:
+        fixes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        parts = both_without_skipped(train, test, fixes)
+        return [
+            {whole.name(i) for i in range(len(whole))} - {part.name(i) for i in range(len(part))}
+            for whole, part in zip((train, test), parts, strict=True)
+        ]
+
+    one, two = "part0/003.png", "part1/001.png"
+    assert left_out({"name": one}, {"name": two, "part": "test"}) == [{one}, {two}]
+    assert left_out({"name": one, "part": "train"}, {"name": "gone"}) == [{one}, set()]
+    assert left_out({"name": two, "part": "test"}) == [set(), {two}]
+    assert without_skipped(train, fixes) is train  # and training is as without it
+    (root / "train" / two).unlink()
+    train = open_images(root, "train")
+    assert left_out({"name": one}, {"name": two}) == [{one}, {two}]  # there is but one of that name
+    with pytest.raises(DataError, match="names none of the 55 images"):
+        left_out({"name": "gone"})
 
 
 def test_another_list_is_another_data_set(tmp_path: Path) -> None:

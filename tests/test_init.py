@@ -139,6 +139,14 @@ def test_a_table_of_features_has_names_features_and_labels_in_order(
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["theirs.pth", out.name])
 
 
+def test_a_table_of_features_lacks_what_is_skipped(tmp_path: Path) -> None:
+    skip, out = tmp_path / "skip.jsonl", tmp_path / "table.npz"
+    skip.write_text('{"name": "scene 00000002"}\n')
+    words = ["features", "scenes:4:24", "--encoder", str(source(tmp_path)), "--out", str(out)]
+    assert main([*words, "--skip", str(skip)]) == 0
+    assert [name[-1] for name in np.load(out)["names"]] == ["0", "1", "3"]
+
+
 def test_the_class_token_is_the_natural_feature_of_an_encoder_that_has_one(tmp_path: Path) -> None:
     path = source(tmp_path, class_token=True)
     rows = {}

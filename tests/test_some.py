@@ -11,7 +11,7 @@ from stopmim.data.scenes import Scenes
 from stopmim.data.some import Some, held_out
 from stopmim.data.some import source as whole
 from stopmim.evals.inputs import choose_labels, middle, open_encoder
-from tiny import write_folder
+from tiny import write_folder, write_parts
 
 
 def source(counts: list[int]) -> Arrays:
@@ -75,3 +75,16 @@ def test_a_folder_without_a_test_part_can_be_evaluated(
     assert line.split()[-4:] == ["4", "train", "k", "5"]  # of ten, two of each class
     assert main([*words, "--hold-out", "1"]) == 2
     assert "--hold-out 1: expected a share" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_test_part_is_not_split_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_parts(tmp_path / "data")
+    words = ["eval", "knn", "random:vit_micro8@24", "--hold-out", "0.2", "--data"]
+    assert main([*words, str(root)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--hold-out 0.2: {root} has a test part" in line
+    fixes = tmp_path / "fixes.jsonl"
+    fixes.write_text('{"name": "part0/003.png"}\n')
+    assert main([*words, str(root / "train"), "--skip", str(fixes)]) == 0

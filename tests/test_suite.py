@@ -34,7 +34,7 @@ from stopmim.evals.protocols import TASKS
 from stopmim.evals.suite import Options, measure, suite
 from stopmim.keys import numpy_generator
 from stopmim.vit import VisionTransformer
-from tiny import NoiseImages, tiny
+from tiny import NoiseImages, tiny, write_parts
 
 RANDOM = "random:vit_micro6@24"
 COLOURS = np.array([[150, 0, 0], [0, 150, 0], [0, 0, 150], [150, 150, 150]], np.uint8)
@@ -683,3 +683,35 @@ def test_tracking_writes_pictures_of_the_encoder_and_heeds_its_options(
     (video,) = (p for p in (tmp_path / "a").iterdir() if p.is_dir() and p.name != "sheets")
     assert len(list(video.glob("*.png"))) == 20
     assert (tmp_path / "a" / "sheets" / f"{video.name}.png").is_file()
+
+
+# ------------------------------------------------------------------------------ broken images
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["knn", RANDOM],
+        ["linear", RANDOM],
+        ["lowshot", RANDOM],
+        ["suite", RANDOM],
+        ["finetune", RANDOM, "--epochs", "1", "--per-class", "0"],
+        ["compare", RANDOM, "random:vit_micro8@24"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_broken_image_is_named_with_the_way_out_and_left_out_of_both_parts(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, fixes = write_parts(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    command = ["eval", *words, "--data", str(root), "--out", str(tmp_path / "o.jsonl")]
+    assert main(command) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "part0/003.png: not an image" in said
+    assert "leave it out with --skip FILE, see stopmim check --fix-list" in said
+    assert main(["check", str(root), "--preset", "tiny_cpu", "--fix-list", str(fixes)]) == 3
+    assert main([*command, "--skip", str(fixes)]) == 0
+    for line in (tmp_path / "o.jsonl").read_text().splitlines():
+        facts = json.loads(line)
+        assert facts["train_data"] == f"{root} (39 images)"
+        assert facts["test_data"] == f"{root} (15 images)"

@@ -73,6 +73,23 @@ def write_folder(root: Path, n: int = 40) -> Path:
     return root
 
 
+def write_parts(root: Path) -> Path:
+    """train/ with 20 and val/ with 8 files of each of two classes, called alike in both.
+
+    train/part0/003.png and val/part1/001.png are broken; files of these names in the other part
+    are not.
+    """
+    rng = np.random.default_rng(7)
+    for part, n in (("train", 20), ("val", 8)):
+        for folder in (root / part / "part0", root / part / "part1"):
+            folder.mkdir(parents=True)
+            for i, image in enumerate(rng.integers(0, 256, (n, 28, 32, 3), dtype=np.uint8)):
+                Image.fromarray(image).save(folder / f"{i:03}.png")
+    (root / "train" / "part0" / "003.png").write_bytes(b"junk")
+    (root / "val" / "part1" / "001.png").write_bytes(b"")
+    return root
+
+
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return dict(run.model().state_dict())
 

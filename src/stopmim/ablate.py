@@ -18,6 +18,7 @@ from stopmim.analysis.curves import training_seconds
 from stopmim.config import Config
 from stopmim.console import duration
 from stopmim.data import default_workers, open_images, steps_per_epoch
+from stopmim.data.skip import without_skipped
 from stopmim.data.sources import parse_scenes
 from stopmim.doctor import diagnose
 from stopmim.errors import UserError
@@ -143,8 +144,9 @@ def plan(
         raise UserError(f"--seeds {seeds}: at least one is needed")
     base = configure(preset, dict(changes or {}))
     data = data or f"scenes:{SCENES}:{base.image_size}"
-    key, count, workers = _stock(data)
-    asked = questions(table.asks, data, base.image_size, evals, few, video_size)
+    skip = base.data.skip
+    key, count, workers = _stock(data, skip)
+    asked = questions(table.asks, data, base.image_size, evals, few, video_size, skip)
     folders, entries, problems = dict[str, Path](), list[Entry](), list[str]()
     for row, seed in itertools.product(table.choose(tuple(rows)), range(seeds)):
         try:
@@ -165,12 +167,12 @@ def plan(
     return Plan(Path(name).stem, table, shown, base, data, tuple(entries), out)
 
 
-def _stock(data: str) -> tuple[str, int, int]:
+def _stock(data: str, skip: str | None) -> tuple[str, int, int]:
     """What tells these images from others, how many there are, and readers that they need."""
     if data.split(":")[0] == "scenes":
         count, size, seed = parse_scenes(data)
         return f"scenes:{count}:{size}:{seed}", count, 0
-    images = open_images(data)
+    images = without_skipped(open_images(data), skip)
     return images.fingerprint, len(images), default_workers(images)
 
 

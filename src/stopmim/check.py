@@ -6,7 +6,8 @@ import statistics
 import textwrap
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from stopmim.config import Config
 from stopmim.console import Ticker, duration
 from stopmim.data import Images, default_workers, open_images
 from stopmim.data.decode import BadImageError, kind, noticed
-from stopmim.data.skip import without_skipped, write_list
+from stopmim.data.skip import both_without_skipped, try_list, without_skipped, write_list
+from stopmim.data.sources import open_test
 from stopmim.data.workers import Watched, batches
+from stopmim.errors import DataError, UserError
 from stopmim.plan import configure
 from stopmim.presets import PRESETS
 
@@ -73,10 +76,16 @@ class Report:
     kinds: Counter[str] = field(default_factory=Counter)
     copies: list[list[str]] = field(default_factory=list)  # names of equal images
     classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images of each class
+    test: "Report | None" = None  # of the images to test on, if there are any
+    refused: str | None = None  # why there are some that cannot be used at all
 
     @property
     def problem(self) -> str | None:
-        """Why these images cannot be trained on as they are."""
+        """Why these images cannot be trained on, or evaluated on, as they are."""
+        return self._unreadable or self.refused or (self.test.problem if self.test else None)
+
+    @property
+    def _unreadable(self) -> str | None:
         share, limit = len(self.bad) / max(1, self.scanned), self.config.data.max_bad
         if not self.sides:
             return f"{self.source}: none of the {self.scanned} images scanned can be read"
@@ -84,19 +93,27 @@ class Report:
             return (
                 f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
                 f"than the share of {limit:g} that data.max_bad allows; mend or remove them, or "
-                f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE"
+                f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE "
+                f"and eval --skip FILE"
             )
         return None
 
     @property
     def verdict(self) -> str:
         batch = self.config.optim.batch_size
-        if self.problem:
+        if self._unreadable:
             return "not usable: " + ("too many are broken" if self.sides else "none can be read")
+        if self.refused:
+            return "fit for training, but not for evaluation: the test part cannot be used"
+        if self.test and self.test.problem:
+            return f"fit for training, but not for evaluation: test part {self.test.verdict}"
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
-        if self.bad:
-            return "usable: broken images will be replaced by others, drawn by the seed"
+        if self.bad or (self.test and self.test.bad):
+            return (
+                "usable: training replaces broken images by others, drawn by the seed; "
+                "an evaluation has to be told to leave them out, by eval --skip FILE"
+            )
         return "usable" if self.scanned == self.images else "usable, as far as looked"
 
     def text(self) -> str:
@@ -117,10 +134,13 @@ class Report:
         extra = sum(len(group) - 1 for group in self.copies)
         rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
-        rows += [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
-        rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
-        if len(self.bad) > SHOWN:
-            rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        rows += self._broken()
+        rows += [("test part", self.refused)] if self.refused else []
+        if self.test:
+            of = "" if self.test.scanned == self.test.images else f" of {self.test.images:,}"
+            rows += [("test part", f"{self.test.scanned:,}{of} images scanned")]
+            rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.test.classes.items()]
+            rows += self.test._broken()
         rows += [("training", self._training())]
         rows += [("verdict", self.verdict)]
         lines = [self.source]
@@ -134,6 +154,13 @@ class Report:
                 break_on_hyphens=False,
             )
         return "\n".join(lines)
+
+    def _broken(self) -> list[tuple[str, str]]:
+        rows = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
+        rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
+        if len(self.bad) > SHOWN:
+            rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        return rows
 
     def _training(self) -> str:
         optim = self.config.optim
@@ -162,36 +189,49 @@ def check(
 ) -> Report:
     """Reads the images of `data` as a run would, with as many processes as there are cores.
 
+    Those of its test part too, if it has one.
+
     Args:
         preset: what the images are meant for: sizes and costs are told in its terms.
         changes: config keys that differ from the preset.
-        fix_list: where to write the broken images, for ``--data.skip``.
-        limit: look at this many images, evenly spread over the data set.
+        fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
+        limit: look at this many images of each part, evenly spread over it.
     """
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit}: at least one image has to be looked at")
+    if fix_list is not None:
+        try_list(fix_list)  # before minutes are spent
     config = configure(preset, changes)
-    images = without_skipped(open_images(data), config.data.skip)
+    images, test, refused = open_images(data), None, None
+    try:
+        test = open_test(data)
+    except DataError as error:
+        refused = str(error)
+    if test is None:
+        images = without_skipped(images, config.data.skip)
+    else:
+        images, test = both_without_skipped(images, test, config.data.skip)
+    name = str(data) if isinstance(data, str | Path) else "images"
+    report = replace(_report(name, preset, config, images, limit), refused=refused)
+    if test is not None:
+        part = _report(f"{name}, test part", preset, config, test, limit)
+        report = replace(report, test=part)
+    if fix_list is not None:
+        write_list(fix_list, report.bad, report.test.bad if report.test else [])
+    return report
+
+
+def _report(source: str, preset: str, config: Config, images: Images, limit: int | None) -> Report:
     count = min(limit or len(images), len(images))
     numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
-    workers = config.runtime.workers
-    watched = Watched(
-        images,
-        default_workers(images) if workers is None else workers,
-        config.runtime.worker_timeout,
-    )
-    chunks = [numbers[i : i + CHUNK] for i in range(0, count, CHUNK)]
-    looks: list[Look] = []
     begin = time.monotonic()
-    with Ticker("check", count) as ticker:
-        for found in batches(Looks(watched), chunks, list, watched):
-            looks += found
-            rate = len(looks) / (time.monotonic() - begin)
-            ticker.update(len(looks), f"{rate:.0f} images/s")
+    looks = look_at(images, numbers, config.runtime.workers, config.runtime.worker_timeout)
     good = [(i, look) for i, look in zip(numbers, looks, strict=True) if look.reason is None]
     by_digest: dict[bytes, list[int]] = {}
-    for i, look in good:
-        by_digest.setdefault(look.digest, []).append(i)
-    report = Report(
-        source=str(data) if isinstance(data, str | Path) else "images",
+    for i, found in good:
+        by_digest.setdefault(found.digest, []).append(i)
+    return Report(
+        source=source,
         preset=str(preset),
         config=config,
         images=len(images),
@@ -207,9 +247,22 @@ def check(
         copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
         classes={name: np.bincount(label).tolist() for name, label in images.labels.items()},
     )
-    if fix_list is not None:
-        write_list(fix_list, report.bad)
-    return report
+
+
+def look_at(
+    images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
+) -> list[Look]:
+    """What the images with these numbers are, read by `workers` processes; None: one per core."""
+    watched = Watched(images, default_workers(images) if workers is None else workers, timeout)
+    chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
+    looks: list[Look] = []
+    begin = time.monotonic()
+    with Ticker("check", len(numbers)) as ticker:
+        for found in batches(Looks(watched), chunks, list, watched):
+            looks += found
+            rate = len(looks) / (time.monotonic() - begin)
+            ticker.update(len(looks), f"{rate:.0f} images/s")
+    return looks
 
 
 def _spread(counts: list[int]) -> str:

@@ -156,9 +156,10 @@ class Check:
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"
     """what the images are meant for: see `stopmim presets`, or a YAML file"""
     fix_list: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
-    """write the broken images there; pretrain --data.skip FILE.jsonl leaves them out"""
+    """write the broken images there; pretrain --data.skip FILE.jsonl and eval --skip FILE.jsonl
+    leave them out"""
     limit: int | None = None
-    """look at this many, evenly spread, instead of all"""
+    """look at this many of each part, evenly spread, instead of all"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
@@ -308,6 +309,8 @@ class Features:
     """mean over patches, or the class token; auto: the class token if there is one"""
     size: int | None = None
     """edge of the middle square that is shown; default: what the encoder was made for"""
+    skip: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """leave out the images that it lists: see `stopmim check --fix-list`"""
     branch: Branch = "target"
     heads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -323,6 +326,7 @@ class Features:
                 layers=self.layers,
                 pool=self.pool,
                 size=self.size,
+                skip=self.skip,
                 branch=self.branch,
                 heads=self.heads,
                 device=self.device,

@@ -26,6 +26,8 @@ class Asked:
     """labelled images to test on"""
     hold_out: Annotated[float | None, arg(metavar="SHARE")] = None
     """for --data in one part: test on this share of each class, as 0.2, and fit on the rest"""
+    skip: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """leave out the images that it lists, of both parts: see `stopmim check --fix-list`"""
     label: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     """which labels, as count distance; default: all"""
     branch: Literal["target", "context"] = "target"
@@ -55,6 +57,7 @@ _REQUEST = {
         "train",
         "test",
         "hold_out",
+        "skip",
         "label",
         "branch",
         "size",

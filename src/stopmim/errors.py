@@ -17,6 +17,10 @@ class DataError(UserError):
     exit_code = 3
 
 
+class NoPartError(DataError):
+    """A source without the part to train on, or to test on, that was asked for."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, hostile, or made for another model."""
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stopmim.check import look_at
 from stopmim.config import Config
-from stopmim.data import open_images
+from stopmim.data import Images, open_images
+from stopmim.data.skip import both_without_skipped
 from stopmim.data.videos import open_videos
-from stopmim.errors import RunInUseError, UserError
+from stopmim.errors import DataError, RunInUseError, UserError
 from stopmim.evals import command
 from stopmim.evals.inputs import choose_labels, open_encoder
 from stopmim.evals.protocols import TASKS
@@ -31,6 +33,7 @@ from stopmim.train import pretrain
 
 FIT, TEST = 2048, 4096  # scenes that classifiers are fitted to and tested on, if nothing is given
 LABELS = {"clevr_count": ("count",), "clevr_dist": ("distance",)}  # of published recipes
+LOOKED = 10_000  # images to evaluate on, up to which all are read before anything trains
 PATIENCE = 60.0  # seconds that a process which lost its parent has to save and leave
 
 Answer = dict[str, Any]  # a line of results.jsonl
@@ -96,6 +99,7 @@ def questions(
     evals: Sequence[str],
     few: str,
     video_size: int | None = None,
+    skip: str | None = None,
 ) -> tuple[Question, ...]:
     """What the encoders of a table are asked; everything that it needs is there, or a UserError.
 
@@ -106,6 +110,7 @@ def questions(
         evals: ``[NAME=]DATA``; the name is that of a published recipe, as cifar100.
         few: labelled images per class, or a file with their names.
         video_size: edge of the shorter side of the frames of videos; None: as published.
+        skip: a list of images to leave out of `data`, here as in pretraining.
     """
     given = [_named(text) for text in evals]
     scenes = data.split(":")[0] == "scenes"
@@ -140,10 +145,33 @@ def questions(
             request["label"] = ["count", "distance"]
         else:
             request["label"] = list(LABELS.get(name, ()))
-            parts = (open_images(source, "train"), open_images(source, "test"))
+            if skip is not None and source == data:
+                request["skip"] = skip
+            parts = open_images(source, "train"), open_images(source, "test")
+            parts = both_without_skipped(*parts, request.get("skip"))
             choose_labels(*parts, request["label"])
+            _read_all(source, parts, may_skip=source == data)
         found.append(Question(protocols, request, name if len(given) > 1 else ""))
     return tuple(found)
+
+
+def _read_all(source: str, parts: tuple[Images, Images], *, may_skip: bool) -> None:
+    """A broken image, if there is one, is found now and not when all rows are trained."""
+    total = sum(map(len, parts))
+    if total > LOOKED:
+        return
+    bad = [
+        f"{images.name(i)}: {found.reason}"
+        for images in parts
+        for i, found in enumerate(look_at(images, range(len(images))))
+        if found.reason is not None
+    ]
+    if bad:
+        way_out = ", or leave them out with --data.skip FILE, see stopmim check --fix-list"
+        raise DataError(
+            f"{source}: {len(bad)} of {total} images to evaluate on cannot be read, first {bad[0]}"
+            f"; mend or remove them{way_out if may_skip else ''}"
+        )
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -172,8 +200,7 @@ def perform(trial: Trial) -> list[Answer]:
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     """The answers of the encoder called `name`."""
     options = question.request | {"device": device}
-    if "list" in options:
-        options["list"] = Path(options["list"])
+    options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
     request = command.Request(**options)
     encoder = open_encoder(name, request.branch)
     match question.protocols:

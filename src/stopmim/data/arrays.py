@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.data.folder import printable
-from stopmim.errors import DataError
+from stopmim.errors import DataError, NoPartError
 
 
 class Arrays:
@@ -88,7 +88,7 @@ def _prefix(name: str, keys: list[str], split: str | None) -> str:
     for prefix in ("test_", "val_") if split == "test" else ("train_",):
         if f"{prefix}images" in keys:
             return prefix
-    raise DataError(f"{name}: no {split} split; looked for an array {split}_images")
+    raise NoPartError(f"{name}: no {split} split; looked for an array {split}_images")
 
 
 def _is_images(array: np.ndarray) -> bool:

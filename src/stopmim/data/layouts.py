@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stopmim.data.folder import Files, Folder, class_folders, printable, subfolders
-from stopmim.errors import DataError
+from stopmim.errors import DataError, NoPartError
 
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
 DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # CLEVR/Dist: each class ends with its threshold
@@ -91,6 +91,8 @@ def clevr(root: Path, split: str | None = None) -> Files:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
+    except FileNotFoundError as error:  # there is one file for each part
+        raise NoPartError(f"{printable(str(path))}: {error.strerror}") from None
     except OSError as error:
         raise DataError(f"{printable(str(path))}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -1,11 +1,17 @@
-"""A list of images that are not to be used, and the images without them."""
+"""A list of images that are not to be used, and the images without them.
+
+A line is ``{"name": ..., "reason": ...}``, with ``"part": "test"`` for an image of the test split:
+train/cat/1.jpg and val/cat/1.jpg have the same name.
+"""
 
 import json
 from pathlib import Path
 
 from stopmim.data.images import Images
 from stopmim.data.some import Some
-from stopmim.errors import DataError, StorageError
+from stopmim.errors import DataError, StorageError, UserError
+
+Bad = list[tuple[str, str]]  # name and reason of each
 
 
 def without(images: Images, names: set[str]) -> Some:
@@ -14,34 +20,84 @@ def without(images: Images, names: set[str]) -> Some:
 
 
 def without_skipped(images: Images, file: str | Path | None) -> Images:
-    """`images` less those that `file` lists; just `images` if it is None."""
+    """`images` to train on less those that `file` lists; just `images` if it is None."""
     if file is None:
         return images
-    rest = without(images, read_list(Path(file)))
-    if len(rest) == len(images):
-        raise DataError(f"{file}: names none of the {len(images)} images; is it the right list?")
-    if not len(rest):
-        raise DataError(f"{file}: names all of the {len(images)} images; none is left")
-    return rest
+    names = read_list(Path(file))
+    if not names and read_list(Path(file), "test"):
+        return images  # only images to test on are broken
+    return _checked(file, (images,), (names,))[0]
 
 
-def read_list(file: Path) -> set[str]:
-    """The names in a list of JSON lines, as ``{"name": ..., "reason": ...}``."""
+def both_without_skipped(
+    train: Images, test: Images, file: str | Path | None
+) -> tuple[Images, Images]:
+    """Images to fit on and to test on, less those that `file` lists.
+
+    An entry that says no part is an image of `train`, or, if none is called so, one of `test`.
+    """
+    if file is None:
+        return train, test
+    names = read_list(Path(file))
+    fitted = names & {train.name(i) for i in range(len(train))}
+    tested = (names - fitted) | read_list(Path(file), "test")
+    rest, test_rest = _checked(file, (train, test), (fitted, tested))
+    return rest, test_rest
+
+
+def _checked(
+    file: str | Path, parts: tuple[Images, ...], names: tuple[set[str], ...]
+) -> list[Images]:
+    rest = [without(images, left_out) for images, left_out in zip(parts, names, strict=True)]
+    total = sum(map(len, parts))
+    if sum(map(len, rest)) == total:
+        raise DataError(f"{file}: names none of the {total} images; is it the right list?")
+    for images, left in zip(parts, rest, strict=True):
+        if not len(left):
+            raise DataError(f"{file}: names all of the {len(images)} images; none is left")
+    # A part that loses nothing is the part itself, with its own fingerprint.
+    return [
+        left if len(left) < len(images) else images
+        for images, left in zip(parts, rest, strict=True)
+    ]
+
+
+def read_list(file: Path, part: str = "train") -> set[str]:
+    """The names in a list of JSON lines that are of `part`; a line without one is of train."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return {str(json.loads(line)["name"]) for line in lines if line.strip()}
+        text = file.read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return {str(line["name"]) for line in lines if line.get("part", "train") == part}
     except OSError as error:
         raise DataError(f"{file}: cannot read this list of images: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
             f'{file}: not a list of images: expected lines as {{"name": ...}}'
         ) from None
 
 
-def write_list(file: Path, bad: list[tuple[str, str]]) -> None:
-    """A list of (name, reason) that `read_list` and bad_files.jsonl have the form of."""
-    text = "".join(json.dumps({"name": name, "reason": why}) + "\n" for name, why in bad)
+def try_list(file: Path) -> None:
+    """Refuses what `write_list` could not write later, or `data.skip` would not take."""
+    if file.suffix != ".jsonl":
+        raise UserError(f"{file}: the name of a list of images ends in .jsonl")
+    new = not file.exists()
     try:
-        file.write_text(text, encoding="utf-8")
+        file.open("a").close()
+        if new:
+            file.unlink()  # nothing is listed yet
     except OSError as error:
-        raise StorageError(f"{file}: cannot write the list: {error.strerror}") from None
+        raise _unwritable(file, error) from None
+
+
+def write_list(file: Path, bad: Bad, test_bad: Bad) -> None:
+    """What is broken of the images to train on and to test on, for `read_list`."""
+    lines = [{"name": name, "reason": why} for name, why in bad]
+    lines += [{"name": name, "reason": why, "part": "test"} for name, why in test_bad]
+    try:
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(file, error) from None
+
+
+def _unwritable(file: Path, error: OSError) -> StorageError:
+    return StorageError(f"{file}: cannot write the list: {error.strerror}")

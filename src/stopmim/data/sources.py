@@ -23,7 +23,7 @@ from stopmim.data.lists import listed
 from stopmim.data.parquet import Parquet
 from stopmim.data.scenes import Scenes
 from stopmim.data.tar import Tar
-from stopmim.errors import DataError, UserError
+from stopmim.errors import DataError, NoPartError, UserError
 
 Split = Literal["train", "test"]
 
@@ -90,6 +90,19 @@ def open_images(source: str | Path | Images, split: Split | None = None) -> Imag
         frames = root / "JPEGImages"
         return Folder(frames / "480p" if (frames / "480p").is_dir() else frames)
     return Folder(root)
+
+
+def open_test(source: str | Path | Images) -> Images | None:
+    """The images that lie in the test split of `source`, or None.
+
+    Scenes have none of their own: those to test on are drawn when they are asked for.
+    """
+    if not isinstance(source, str | Path) or os.fspath(source).split(":")[0] == "scenes":
+        return None
+    try:
+        return open_images(source, "test")
+    except NoPartError:
+        return None
 
 
 def source_of(data: str | Path | Images, images: Images) -> str:
@@ -247,8 +260,8 @@ def parse_scenes(text: str) -> tuple[int, int, int]:
     return count, size, seed
 
 
-def _no_split(text: str, split: Split) -> DataError:
-    return DataError(
+def _no_split(text: str, split: Split) -> NoPartError:
+    return NoPartError(
         f"{printable(text)}: no {split} split in this source; looked for train/ and val/, or for "
         f"these words in the names of files; eval --hold-out 0.2 makes one"
     )

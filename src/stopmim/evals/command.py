@@ -48,6 +48,7 @@ class Request:
     train: str | None = None
     test: str | None = None
     hold_out: float | None = None
+    skip: Path | None = None
     videos: str | None = None
     video_size: int | None = None
     tracking: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -220,7 +221,9 @@ def options_of(
 
 def _images(request: Request, encoder: Encoder) -> tuple[Images, Images]:
     parts = request.data, request.train, request.test
-    return open_pair(*parts, encoder, hold_out=request.hold_out, seed=request.seed)
+    return open_pair(
+        *parts, encoder, hold_out=request.hold_out, skip=request.skip, seed=request.seed
+    )
 
 
 def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stopmim.data import Images, open_images
+from stopmim.data.skip import without_skipped
 from stopmim.errors import StorageError, UserError
 from stopmim.evals.features import extract
 from stopmim.interop import load_encoder
@@ -21,6 +22,7 @@ def write_features(
     layers: int = 1,
     pool: Literal["auto", "mean", "cls"] = "auto",
     size: int | None = None,
+    skip: str | Path | None = None,
     branch: Literal["target", "context"] = "target",
     heads: int | None = None,
     device: str = "auto",
@@ -35,6 +37,7 @@ def write_features(
         encoder: an encoder, or anything `load_encoder` reads.
         pool: "auto" is what the encoder was made for.
         size: edge of the middle square that is shown; that of pretraining unless given.
+        skip: a list of images to leave out, as ``stopmim check --fix-list`` writes it.
     """
     out = Path(out)
     if out.suffix not in (".npz", ".parquet"):
@@ -45,7 +48,7 @@ def write_features(
     if isinstance(encoder, str | Path):
         network = load_encoder(encoder, branch, heads)
     check(network, layers, pool, size)
-    images, where = open_images(data), choose_device(device)
+    images, where = without_skipped(open_images(data), skip), choose_device(device)
     network.to(where)
     features = extract(
         network,

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from stopmim.data import Images, open_images
 from stopmim.data.recipes import View
 from stopmim.data.scenes import Scenes
+from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.some import held_out, source
+from stopmim.data.sources import open_test
 from stopmim.errors import DataError, UserError
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
@@ -67,13 +70,14 @@ def open_pair(
     encoder: Encoder,
     *,
     hold_out: float | None = None,
+    skip: str | Path | None = None,
     seed: int = 0,
 ) -> tuple[Images, Images]:
     """Images to fit on and images to test on.
 
     `data` alone means its train and its test part, or with `hold_out` that share of each class to
     test on. Scenes have as many of both, the test scenes with the next seed. Nothing at all means
-    scenes that no preset was chosen on.
+    scenes that no preset was chosen on. `skip` is a list of images to leave out of both.
     """
     if hold_out is not None and (data is None or not 0 < hold_out < 1):
         raise UserError(f"--hold-out {hold_out:g}: expected a share of --data, as 0.2")
@@ -84,11 +88,16 @@ def open_pair(
         if train is not None or test is not None:
             raise UserError("eval: --data is both parts in one: leave out --train and --test")
         if hold_out is not None:
-            return held_out(open_images(data), hold_out, seed)
-        return open_images(data, "train"), open_images(data, "test")
+            if open_test(data) is not None:
+                raise UserError(
+                    f"--hold-out {hold_out:g}: {data} has a test part: leave --hold-out out, or "
+                    f"give the training images alone as --data"
+                )
+            return held_out(without_skipped(open_images(data), skip), hold_out, seed)
+        return both_without_skipped(open_images(data, "train"), open_images(data, "test"), skip)
     if train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")
-    return open_images(train), open_images(test)
+    return both_without_skipped(open_images(train), open_images(test), skip)
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
