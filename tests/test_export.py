@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from stopmim.mim import MaskedImageModel
 from stopmim.positions import StochasticPositions
 from stopmim.run import Run
 from stopmim.vit import VisionTransformer
-from tiny import NoiseImages, tiny
+from tiny import NoiseImages, tiny, tiny_mae
 
 Format = Literal["timm", "hf", "onnx", "ijepa", "safetensors"]
 FORMATS: tuple[Format, ...] = ("timm", "hf", "onnx", "ijepa", "safetensors")
@@ -44,8 +45,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("run") / "run"
     changes = {"optim.lr": 0.01, "optim.start_lr": 0.01, "optim.ema": [0.5, 0.5]}
     run = stopmim.pretrain(NoiseImages(), out, tiny(), stop_at=3, **changes)
-    run.add_result(protocol="knn", name="accuracy", label="count", value=0.3125, random_init=0.27)
+    note(run, 0.3125, label="count", random_init=0.27, step=3)
+    note(run, 0.125, label="shape")  # of which step, nobody knows: the run goes on
     return run
+
+
+def note(run: Run, value: float, **facts: Any) -> None:
+    run.add_result(**{"protocol": "knn", "name": "accuracy", "value": value} | facts)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +347,95 @@ def test_a_card_says_what_how_trained_and_how_good(
     assert "step 3 of 2 epochs with batch 8" in text
     assert "Data: 40 images" in text
     assert "| knn count | accuracy | 0.3125 | 0.2700 |" in text
+    assert "Of the target encoder at step 3." in text
+    assert "0.1250" not in text
     assert ("the target (EMA) encoder" in text) == (to != "ijepa")
+
+
+def results_in(folder: Path) -> list[dict[str, str]]:
+    """The rows of the table in the README of an export; none if it has no table."""
+    text = (folder / "README.md").read_text().partition("## Results")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def test_a_card_has_only_the_results_of_the_weights_that_were_exported(tmp_path: Path) -> None:
+    run = stopmim.pretrain(NoiseImages(), tmp_path / "run", tiny())
+    older = run.path / "checkpoints" / "step-00000009"
+    note(run, 0.1, label="a", step=9, branch="target")
+    note(run, 0.2, label="b", step=10, branch="target")
+    note(run, 0.3, label="c", step=10, branch="context")
+    note(run, 0.4, label="d", branch="target")  # before steps were noted, of a run that had ended
+    note(run, 0.5, label="e", step=None, encoder="random:vit_micro4@24")
+    note(run, 0.6, label="f", step=10, branch="target", A="x", B="y")
+
+    def values(path: Path, branch: Literal["target", "context"] = "target") -> list[str]:
+        folder = export(path, "timm", tmp_path / "out", branch=branch)
+        found = [row["value"] for row in results_in(folder)]
+        shutil.rmtree(folder)
+        return found
+
+    assert values(run.path) == values(run.checkpoint) == ["0.2000", "0.4000"]
+    assert values(run.path, "context") == ["0.3000"]
+    assert values(older) == ["0.1000"]
+    assert values(older, "context") == []
+
+
+def test_the_one_encoder_of_a_run_of_pixels_has_the_results_of_either_branch(
+    tmp_path: Path,
+) -> None:
+    run = stopmim.pretrain(NoiseImages(), tmp_path / "run", tiny_mae(), stop_at=1)
+    note(run, 0.2, step=1, branch="target")
+    folder = export(run.path, "timm", tmp_path / "out", branch="context")
+    assert [row["value"] for row in results_in(folder)] == ["0.2000"]
+
+
+def test_a_card_tells_evaluations_apart_and_has_the_newest_of_those_it_cannot(
+    run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    run = Run(tmp_path / "run")
+    (run.path / "results.jsonl").unlink()
+    usual = {"step": 3, "test_data": "a|b (9 images)", "selection": "held-out", "train": 50}
+    usual |= {"train_data": "c", "seed": 0}
+    several: list[dict[str, Any]] = [
+        {},
+        {"selection": "paper"},
+        {"test_data": "d (9 images)"},
+        {"setting": "10/class, lambda 0.0025"},
+        {"setting": "25/class, lambda 0.0025"},
+        {"train": 20},
+        {"size": 48},
+    ]
+    for value in (0.25, 0.75):
+        for other in several:
+            note(run, value, **usual | other)
+    rows = results_in(export(run.path, "timm", tmp_path / "same"))
+    assert len({tuple(row.values()) for row in rows}) == len(rows) == len(several)
+    assert {row["value"] for row in rows} == {"0.7500"}
+    assert [row["chosen on"] for row in rows[:2]] == ["train", "test"]
+    assert rows[0]["data"] == "a\\|b (9 images)"
+    assert not {"seed", "fitted on"} & rows[0].keys()
+    note(run, 0.5, **usual | {"seed": 1})
+    note(run, 0.5, **usual | {"train_data": "e"})
+    rows = results_in(export(run.path, "timm", tmp_path / "others"))
+    assert [(row["seed"], row["fitted on"]) for row in rows[-3:]] == [
+        ("0", "c"), ("1", "c"), ("0", "e"),
+    ]  # fmt: skip
+
+
+def test_a_card_without_results_says_how_to_get_some(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "a run")
+    copy = Run(tmp_path / "a run").checkpoint
+    folder = export(copy, "timm", tmp_path / "before", branch="context")
+    text = (folder / "README.md").read_text()
+    assert results_in(folder) == []
+    found = re.search(r"```sh\nstopmim eval suite (.*)\n```", text)
+    assert found
+    words = ["--data", "scenes:48:24", "--label", "count"]
+    assert main(["eval", "knn", *shlex.split(found[1]), *words]) == 0
+    (row,) = results_in(export(copy, "timm", tmp_path / "after", branch="context"))
+    assert row["data"] == "scenes:48:24:1 (48 images)"
 
 
 def test_a_safetensors_export_has_no_pickle_and_says_who_wrote_it(exports: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -512,3 +513,33 @@ def test_an_evaluation_that_was_repeated_is_one_line(tmp_path: Path) -> None:
         run.add_result(name="accuracy", protocol="knn", label="count", value=0.5, n=n)
     page = report.write(run, NoiseImages()).read_text()
     assert page.count('<th scope="row">knn</th>') == 2
+
+
+def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one(
+    tmp_path: Path,
+) -> None:
+    run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
+    usual: dict[str, Any] = {"name": "accuracy", "protocol": "knn", "label": "count"}
+    usual |= {"value": 0.5, "random_init": 0.25}
+    facts: dict[str, Any] = {"test_data": "birds (9 images)", "branch": "target", "step": 5}
+    film = usual | facts | {"protocol": "tracking", "videos": "films"}
+
+    def lines() -> list[str]:
+        page = Page(report.write(run, NoiseImages())).text
+        return re.findall(r"count ((?:on|context|target|step|-).*?) 50.0 %", page)
+
+    run.add_result(**usual, **facts)
+    run.add_result(**film)
+    text = Page(report.write(run, NoiseImages())).text
+    assert not any(word in text for word in ("birds", "films", "step 5"))
+    run.add_result(**usual, **facts | {"test_data": "bees (9 images)"})
+    assert lines() == ["on birds (9 images)", "on bees (9 images)"]
+    run.add_result(**usual, **facts | {"branch": "context", "step": 7})
+    assert lines() == [
+        "on birds (9 images), target encoder, step 5",
+        "target encoder, step 5 accuracy",
+        "on bees (9 images), target encoder, step 5",
+        "on birds (9 images), context encoder, step 7",
+    ]
+    text = Page(report.write(run, NoiseImages())).text
+    assert "Best result: 50.0 % (knn, count, on birds (9 images), target encoder, step 5)" in text

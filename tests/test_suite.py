@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -579,13 +580,31 @@ def test_a_run_is_evaluated_and_every_number_noted(
         ("knn", "count"), ("lowshot", "count"),
     ]  # fmt: skip
     assert lines[0]["test_data"] == "scenes:48:24:1 (48 images)"
-    assert lines[0]["seed"] == 1
+    assert lines[0]["seed"] == lines[0]["step"] == 1
+    assert "size" not in lines[0]
     assert 0 <= lines[0]["random_init"] <= 1
     tune = ["eval", "finetune", str(run.path), *words, "--epochs", "1", "--random-init"]
     assert main(tune) == 0
     assert "random_init" in run.results[-1]
+    assert run.results[-1]["setting"] == "25/class, 1 epochs"
     assert main(["eval", "compare", str(run.path), RANDOM, *words, "--layers", "last"]) == 0
     assert "B - A" in capsys.readouterr().out
+
+
+def test_a_line_says_of_which_step_and_size_it_is(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    longer = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=2)
+    older = longer.path / "checkpoints" / run.checkpoint.name
+    out = ["--data", "scenes:48:24", "--label", "count", "--out", str(tmp_path / "run")]
+    for name in (longer.path, older, RANDOM):
+        assert main(["eval", "knn", str(name), "--size", "48", *out]) == 0
+    films = ["--videos", "scenes:1:32", "--video-size", "32"]
+    assert main(["eval", "tracking", str(longer.path), *films]) == 0
+    knn = [line for line in longer.results if line["protocol"] == "knn"]
+    assert [(line["step"], line["size"]) for line in knn] == [(2, 48), (1, 48), (None, 48)]
+    assert (longer.results[-1]["step"], longer.results[-1]["size"]) == (2, 32)
 
 
 def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
@@ -611,6 +630,7 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
         "tracking J", "tracking F",
     ]  # fmt: skip
     assert all("random_init" in line for line in run.results)
+    assert run.results[-1]["videos"] == "scenes:1:32"
     page = (run.path / "evaluation.html").read_text()
     for line in run.results[:-4]:
         assert f"{100 * line['value']:.1f}" in page

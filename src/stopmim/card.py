@@ -1,5 +1,6 @@
 """The README.md of an export: what it is, how it was trained, how it is loaded, what it can do."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ BRANCH = {
     "target": "the target (EMA) encoder, which the papers evaluate",
     "context": "the context encoder, the trained one",
 }
+CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}  # as in the tables of evals
 
 
 def card(about: Identity, encoder: VisionTransformer, to: str, branch: Branch) -> str:
@@ -46,7 +48,7 @@ Images are RGB, {size}x{size} pixels, normalised with mean (0.485, 0.456, 0.406)
 deviation (0.229, 0.224, 0.225). The published evaluations resize the shorter side to
 {round(size * 256 / 224)} (bicubic) and cut out the middle {size}.
 {_pooling(encoder)}
-{_training(about)}{_numbers(about.path)}
+{_training(about)}{_numbers(about, branch)}
 ## Licence
 
 stopmim is MIT. Weights have the licence of whoever trained them, which depends on the data: say it
@@ -217,19 +219,87 @@ def _data(path: Path) -> str:
     return f" Data: {data['images']} images from `{data['source']}`." if "source" in data else ""
 
 
-def _numbers(path: Path) -> str:
-    run = _run(path)
-    lines = [
-        f"| {r['protocol']} {r.get('label', '')} | {r['name']} | {r['value']:.4f} | {_beside(r)} |"
-        for r in (run.results if run else [])
-        if {"protocol", "name", "value"} <= r.keys() and isinstance(r["value"], float)
-    ]
-    if not lines:
+def _numbers(about: Identity, branch: Branch) -> str:
+    """What results.jsonl says of these very weights, or how to have it say something."""
+    run = _run(about.path)
+    if run is None or about.step is None:
         return ""
-    head = "\n## Results\n\n| protocol | quantity | value | random init |\n|---|---|---|---|\n"
-    return head + "\n".join(lines) + "\n"
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    final = _final(run, about)
+    for line in run.results:
+        if _measured(line, about, branch, final):
+            cells = _cells(line)
+            # The newest of those that would read the same.
+            rows[tuple(cells.values())] = cells | _values(line)
+    if not rows:
+        words = ["stopmim", "eval", "suite", str(about.path)]
+        words += ["--branch", branch] if branch == "context" and about.branches else []
+        words += [] if about.path == run.path else ["--out", str(run.path)]
+        return (
+            "\n## Results\n\nThese weights have not been evaluated yet. Do it, and export again:\n"
+            f"\n```sh\n{shlex.join(words)}\n```\n"
+        )
+    which = f"the {branch} encoder" if about.branches else "the encoder"
+    return f"""
+## Results
+
+Of {which} at step {about.step}. *Labels*: how many labelled images there were to fit to. *Chosen
+on*: the part of the data that settings were chosen on; a number chosen on test is too high. *Random
+init*: the same network before training.
+
+{_table(list(rows.values()))}
+"""
 
 
-def _beside(result: dict[str, Any]) -> str:
-    value = result.get("random_init")
-    return f"{value:.4f}" if isinstance(value, float) else ""
+def _final(run: Run, about: Identity) -> bool:
+    """Whether it is the run's last checkpoint: no other can be newer, and none will be."""
+    metrics, config = run.metrics, about.config
+    if not metrics or config is None or metrics[-1].get("step") != about.step:
+        return False
+    return metrics[-1].get("epoch", 0) >= config.optim.epochs
+
+
+def _measured(line: dict[str, Any], about: Identity, branch: Branch, final: bool) -> bool:
+    """Whether `line` is of the weights that `about` and `branch` name."""
+    if not {"protocol", "name", "value"} <= line.keys() or not isinstance(line["value"], float):
+        return False
+    if "A" in line:  # of two encoders, by ``eval compare``
+        return False
+    if about.branches and line.get("branch", "target") != branch:
+        return False
+    # Before it was noted, a line was of whatever was newest; null is of no run of ours.
+    return line["step"] == about.step if "step" in line else final
+
+
+def _cells(line: dict[str, Any]) -> dict[str, str]:
+    """All that tells one evaluation from another."""
+    chosen = line.get("selection")
+    cells = {
+        "protocol": f"{line['protocol']} {line.get('label', '')}".strip(),
+        "quantity": line["name"],
+        "data": line.get("videos" if line["protocol"] == "tracking" else "test_data"),
+        "fitted on": line.get("train_data"),
+        "labels": line.get("train"),
+        "chosen on": CHOSEN.get(str(chosen), chosen),
+        "setting": line.get("setting"),
+        "size": line.get("size"),
+        "seed": line.get("seed"),
+    }
+    return {name: "" if value is None else str(value) for name, value in cells.items()}
+
+
+def _values(line: dict[str, Any]) -> dict[str, str]:
+    names = {"value": "value", "random init": "random_init"}
+    found = {name: line.get(key) for name, key in names.items()}
+    return {name: f"{x:.4f}" if isinstance(x, float) else "" for name, x in found.items()}
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    """In Markdown, without empty columns, and training data and seed only where they differ."""
+    said = {name: {row[name] for row in rows} for name in rows[0]}
+    idle = {name for name, values in said.items() if values == {""}}
+    idle |= {name for name in ("fitted on", "seed") if len(said[name] - {""}) == 1}
+    names = [name for name in rows[0] if name not in idle]
+    lines = [names, ["---"] * len(names)]
+    lines += [[row[name].replace("|", "\\|") for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -68,7 +68,10 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; choose another --out")
     about = identify(path, heads)
-    encoder = about.encoder if branch == "target" else load_encoder(path, branch, heads)
+    encoder = about.encoder
+    if branch != "target":
+        # Not from a run's newest checkpoint: the card is about the one that was identified.
+        encoder = about.model.branch(branch) if about.model else load_encoder(path, branch, heads)
     if not isinstance(encoder, VisionTransformer):
         raise CheckpointError(f"{path}: an encoder of data2vec; only plain ViTs can be exported")
     temporary = out.with_name(f".{out.name}-{uuid4().hex}")

@@ -114,9 +114,9 @@ def _epoch(tree: Any) -> int | None:
 
 
 def _ours(path: Path) -> Identity:
-    model = load_model(path)
     is_run = (path / "run.json").exists()
-    newest = Run(path).checkpoint if is_run else path
+    newest = Run(path).checkpoint if is_run else path  # once: of a run that goes on it changes
+    model = load_model(newest)
     about = checkpoint.state(newest)
     return Identity(
         path,

@@ -24,7 +24,7 @@ from stopmim.data.skip import both_without_skipped
 from stopmim.data.videos import open_videos
 from stopmim.errors import DataError, RunInUseError, UserError
 from stopmim.evals import command
-from stopmim.evals.inputs import choose_labels, open_encoder
+from stopmim.evals.inputs import choose_labels, open_at
 from stopmim.evals.protocols import TASKS
 from stopmim.faults import faultpoint
 from stopmim.run import Run, append_jsonl, write_whole
@@ -202,7 +202,7 @@ def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     options = question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
     request = command.Request(**options)
-    encoder = open_encoder(name, request.branch)
+    encoder, step = open_at(name, request.branch)
     match question.protocols:
         case ("tracking",):
             results, facts = command.tracked(name, encoder, request)
@@ -210,6 +210,7 @@ def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
             results, facts = command.tuned(name, encoder, request, "one-percent", {})
         case protocols:
             results, facts = command.asked(name, encoder, request, protocols)
+    facts["step"] = step
     return [facts | result.as_dict() | {"on": question.on} for result in results]
 
 

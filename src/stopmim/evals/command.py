@@ -17,7 +17,7 @@ from stopmim.evals.inputs import (
     choose_labels,
     middle,
     native_size,
-    open_encoder,
+    open_at,
     open_pair,
     paired_labels,
     untrained,
@@ -72,9 +72,10 @@ class Request:
 
 def evaluate(name: str, request: Request, protocols: Sequence[str] = PROTOCOLS) -> str:
     """Measures the encoder called `name` and returns the table; the whole suite makes pages too."""
-    encoder = open_encoder(name, request.branch)
+    encoder, step = open_at(name, request.branch)
     lines = destination(name, request.out)
     results, facts = asked(name, encoder, request, protocols)
+    facts["step"] = step
     note(lines, [result.as_dict() for result in results], facts)
     shown = table.text(table.rows(results))
     if len(protocols) > 1 and lines is not None:
@@ -91,14 +92,18 @@ def asked(
     if request.videos is None and isinstance(source(test), Scenes):
         request = dataclasses.replace(request, videos="scenes")
     options = options_of(request, encoder, protocols, test)
-    return suite(encoder, train, test, options), _facts(name, request, train, test)
+    facts = _facts(name, request, train, test)
+    if "tracking" in protocols and request.videos is not None:
+        facts["videos"] = request.videos
+    return suite(encoder, train, test, options), facts
 
 
 def track(name: str, request: Request) -> str:
     """Tracking alone, on `request.videos`."""
-    encoder = open_encoder(name, request.branch)
+    encoder, step = open_at(name, request.branch)
     lines = destination(name, request.out)
     results, facts = tracked(name, encoder, request)
+    facts["step"] = step
     note(lines, [result.as_dict() for result in results], facts)
     return table.text(table.rows(results))
 
@@ -113,16 +118,19 @@ def tracked(name: str, encoder: Encoder, request: Request) -> tuple[list[Result]
         # The twin is measured, but nobody wants to see what it finds.
         lambda e: measure_videos(e, options, request.pictures if e is encoder else None),
     )
-    return results, {"encoder": name, "videos": str(request.videos), "branch": request.branch}
+    facts = {"encoder": name, "videos": str(request.videos), "branch": request.branch}
+    size = request.video_size or request.size
+    return results, facts | ({"size": size} if size else {})
 
 
 def tune(
     name: str, request: Request, recipe: str, changes: Mapping[str, Any], *, beside: bool = False
 ) -> str:
     """Fine-tunes the whole encoder; with `beside` also one from random weights."""
-    encoder = open_encoder(name, request.branch)
+    encoder, step = open_at(name, request.branch)
     lines = destination(name, request.out)
     results, facts = tuned(name, encoder, request, recipe, changes, beside=beside)
+    facts["step"] = step
     note(lines, [result.as_dict() for result in results], facts)
     return table.text(table.rows(results))
 
@@ -145,11 +153,12 @@ def tuned(
     results: list[Result] = []
     for label in choose_labels(train, test, request.label):
         y, _ = paired_labels(train, test, label)
-        part, found = train, list[list[Result]]()
+        part, many, found = train, "", list[list[Result]]()
         if request.list is not None:
-            part = Some(train, listed(train, request.list))
+            part, many = Some(train, listed(train, request.list)), f"{request.list.name}, "
         elif request.per_class:
-            part = Some(train, per_class(y, request.per_class, request.seed))
+            index = per_class(y, request.per_class, request.seed)
+            part, many = Some(train, index), f"{int(y[index].bincount().max())}/class, "
         for start in (encoder, untrained(encoder, request.seed)) if beside else (encoder,):
             found.append(
                 finetune(
@@ -166,7 +175,11 @@ def tuned(
                 )
             )
         results += [
-            dataclasses.replace(own, random_init=twin.value if beside else None)
+            dataclasses.replace(
+                own,
+                random_init=twin.value if beside else None,
+                setting=f"{many}{own.setting}",
+            )
             for own, twin in zip(found[0], found[-1], strict=True)
         ]
     return results, _facts(name, request, train, test)
@@ -174,11 +187,11 @@ def tuned(
 
 def contrast(a: str, b: str, request: Request) -> str:
     """Two encoders on the same images, with a paired test."""
-    first, second = (open_encoder(name, request.branch) for name in (a, b))
+    (first, _), (second, step) = (open_at(name, request.branch) for name in (a, b))
     train, test = _images(request, first)
     options = options_of(request, first, ("knn", "linear", "lowshot"), test)
     found = compare(first, second, train, test, options)
-    facts = {"A": a, "B": b} | _facts(b, request, train, test)
+    facts = {"A": a, "B": b} | _facts(b, request, train, test) | {"step": step}
     note(destination(None, request.out), [c.as_dict() for c in found], facts)
     return table.text(table.compared(found))
 
@@ -231,13 +244,14 @@ def _facts(name: str, request: Request, train: Images, test: Images) -> dict[str
         where = str(images) if isinstance(images, Scenes) else given or images.fingerprint
         return f"{where} ({len(images)} images)"
 
-    return {
+    facts = {
         "encoder": name,
         "branch": request.branch,
         "train_data": source(train, request.train or request.data),
         "test_data": source(test, request.test or request.data),
         "seed": request.seed,
     }
+    return facts | ({"size": request.size} if request.size else {})
 
 
 def destination(name: str | None, out: Path | None) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from stopmim import checkpoint
 from stopmim.data import Images, open_images
 from stopmim.data.recipes import View
 from stopmim.data.scenes import Scenes
@@ -19,6 +20,7 @@ from stopmim.errors import DataError, UserError
 from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
 from stopmim.positions import sincos_2d
+from stopmim.run import Run
 from stopmim.vit import Encoder, VisionTransformer, initialise
 
 QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
@@ -35,6 +37,19 @@ def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> 
         return untrained(VisionTransformer.from_arch(found[1], int(found[2])), 0)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
+
+
+def open_at(
+    name: str, branch: Literal["target", "context"] = "target"
+) -> tuple[Encoder, int | None]:
+    """The encoder, and the step of its checkpoint; None if it is of no run of ours."""
+    path = Path(name)
+    if (path / "run.json").exists():
+        path = Run(path).checkpoint  # chosen once: the next one may be there in a moment
+        name = str(path)
+    encoder = open_encoder(name, branch)  # verifies the checkpoint
+    step = checkpoint.state(path).get("step") if (path / "manifest.json").exists() else None
+    return encoder, step
 
 
 def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:

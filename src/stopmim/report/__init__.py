@@ -25,7 +25,7 @@ from stopmim.errors import UserError
 from stopmim.mim import MaskedImageModel
 from stopmim.reference import reference
 from stopmim.report import explorer
-from stopmim.report.results import best, count, said, shown, time
+from stopmim.report.results import best, count, differing, said, shown, time
 from stopmim.run import Run, write_whole
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ def write(
     they are the ones the run began with. `others` are set beside it, in curves and a table.
     """
     about, metrics, results = _mapping(run.about), run.metrics, run.results
+    differ = differing(results)
     config, config_missing = _attempt(lambda: _config(run, about))
     views, previews_missing = _attempt(lambda: _views(about, config, images))
     model, model_missing = _attempt(run.model)
@@ -81,7 +82,7 @@ def write(
         diagnosis=_diagnosis(metrics, config),
         reference=ours.name if ours else None,
         best=best(results),
-        results=[shown(line) for i, line in enumerate(results) if line not in results[:i]],
+        results=[shown(line, differ) for i, line in enumerate(results) if line not in results[:i]],
         panels=_panels(metrics),
         previews=_previews(views, config) if views and config else None,
         previews_missing=previews_missing,
@@ -221,6 +222,7 @@ def _compared(run: Run) -> dict[str, str]:
     metrics, top, found = run.metrics, best(run.results), _diagnosis(run.metrics)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     measured = [row for row in metrics if "target_rank" in row]
+    what = ", ".join(filter(None, (f"{top.protocol} {top.label}", top.of))) if top else ""
 
     rank = "feature_rank" if measured and "feature_rank" in measured[-1] else "target_rank"
 
@@ -235,7 +237,7 @@ def _compared(run: Run) -> dict[str, str]:
         "loss": text(last, "loss"),
         "rank": text(measured[-1], rank) if measured else "-",
         "skill": text(measured[-1], "skill") if measured else "-",
-        "best": f"{top.value} ({top.protocol} {top.label}, {top.difference})" if top else "-",
+        "best": f"{top.value} ({what}, {top.difference})" if top else "-",
     }
 
 

@@ -1,6 +1,6 @@
 """Lines of results.jsonl as text for a table; anything may be in them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stopmim.analysis.curves import number
@@ -8,7 +8,8 @@ from stopmim.analysis.curves import number
 # Keys of a result that have a column of their own.
 _COLUMNS = {"name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection"}
 # What is the same for all results of a run, or said otherwise.
-_FACTS = {"encoder", "branch", "train_data", "test_data", "videos", "train", "setting", "seed"}
+_FACTS = {"encoder", "branch", "step", "train_data", "test_data", "videos", "train", "setting"}
+_FACTS |= {"seed"}
 
 
 class Result(NamedTuple):
@@ -16,6 +17,7 @@ class Result(NamedTuple):
 
     protocol: str
     label: str
+    of: str  # data, branch and step, where the run has results of more than one
     selection: str
     n: str
     value: str
@@ -28,7 +30,8 @@ class Result(NamedTuple):
     bar: dict[str, str] | None  # positions in percent; None unless the value is a share
 
 
-def shown(line: Mapping[str, Any]) -> Result:
+def shown(line: Mapping[str, Any], differ: Collection[str] = ()) -> Result:
+    """`line` as text, with those of its facts that `differ` between the lines."""
     value, random_init = number(line.get("value")), number(line.get("random_init"))
     low, high = number(line.get("low")), number(line.get("high"))
     given = [x for x in (value, random_init, low, high) if x is not None]
@@ -56,6 +59,7 @@ def shown(line: Mapping[str, Any]) -> Result:
     return Result(
         protocol=said(line, "protocol"),
         label=said(line, "label"),
+        of=", ".join(text for name, text in _origin(line).items() if text and name in differ),
         selection=said(line, "selection"),
         n=count(line.get("n")) or said(line, "n"),
         value=text(value) or said(line, "value"),
@@ -75,9 +79,23 @@ def _details(line: Mapping[str, Any]) -> Iterator[str]:
         yield said(line, "name")
     if setting := said(line, "setting"):
         yield setting
-    if line.get("branch") == "context":
-        yield "context encoder"
     yield from (f"{key} {line[key]}" for key in line if key not in _COLUMNS | _FACTS)
+
+
+def _origin(line: Mapping[str, Any]) -> dict[str, str]:
+    """What was measured on what, in words; "" is what the line does not say."""
+    data = "videos" if line.get("protocol") == "tracking" else "test_data"
+    words = {data: "on {}", "branch": "{} encoder", "step": "step {}"}
+    found = {key: said({"branch": "target", **line}, key) for key in words}
+    return {key: text and words[key].format(text) for key, text in found.items()}
+
+
+def differing(results: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Which of data, branch and step are not the same in all lines of a run."""
+    seen = {("branch", "target encoder")}  # goes without saying; the context encoder never does
+    seen |= {item for line in results for item in _origin(line).items()}
+    keys = [key for key, _ in seen]
+    return {key for key in keys if keys.count(key) > 1}
 
 
 def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
@@ -87,7 +105,7 @@ def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
     ]
     compared.sort(key=lambda line: line["value"] - line["random_init"], reverse=True)
     compared.sort(key=lambda line: line.get("selection") == "paper")
-    return shown(compared[0]) if compared else None
+    return shown(compared[0], differing(results)) if compared else None
 
 
 def said(line: Mapping[str, Any], key: str) -> str:
