@@ -1,6 +1,7 @@
 """Ablations: every row is what its name says and runs; nothing is lost, and nothing done twice."""
 
 import csv
+import dataclasses
 import json
 import os
 import random
@@ -435,6 +436,8 @@ def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
     planned = plan("positions", tmp_path, seeds=2)
     values = {"sine-cosine": (0.30, 0.50), "learned": (0.31, 0.51), "StoP": (0.34, 0.52)}
     found = [made_up(row, i, v) for row, pair in values.items() for i, v in enumerate(pair)]
+    other = [answer(0.6, random_init=0.5)]  # of another network: not the random init of this table
+    found.append(dataclasses.replace(made_up("somebody's", 0), answers=other))
     page = ablation.write(planned, found)
     with (page.parent / "table.csv").open() as file:
         rows = {row["row"]: row for row in csv.DictReader(file)}

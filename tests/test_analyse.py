@@ -28,6 +28,7 @@ from stopmim.analysis.subject import Subject, indices, load, pixels, tokens
 from stopmim.cli import main
 from stopmim.config import override
 from stopmim.data.scenes import Scenes
+from stopmim.data.some import Some
 from stopmim.errors import UserError
 from stopmim.plan import configure
 from stopmim.run import Run
@@ -215,3 +216,13 @@ def test_views_are_those_of_training(subject: Subject, run: Run) -> None:
     assert not set(view.context.tolist()) & set(view.targets.ravel().tolist())
     again = load(run.path, Scenes(32, size=24), 4)
     np.testing.assert_array_equal(again.views[1].image, subject.views[1].image)
+
+
+def test_images_that_the_run_left_out_are_not_shown(tmp_path: Path) -> None:
+    images = Scenes(32, size=24)
+    skip = tmp_path / "skip.jsonl"
+    skip.write_text("".join(json.dumps({"name": images.name(i)}) + "\n" for i in range(16)))
+    run = pretrain(IMAGES, tmp_path / "run", tiny(data={"skip": str(skip)}), stop_at=1)
+    kept = load(run.path, Some(images, range(16, 32)), 4)
+    for ours, theirs in zip(load(run.path, None, 4).views, kept.views, strict=True):
+        np.testing.assert_array_equal(ours.image, theirs.image)

@@ -121,6 +121,8 @@ def test_the_folder_of_an_export_is_an_encoder_too(
 ) -> None:
     encoder = stopmim.load_encoder(exports[to])
     assert torch.equal(encoder.features(pictures()), run.encoder().features(pictures()))
+    again = identify(exports[to]).encoder
+    assert torch.equal(again.features(pictures()), encoder.features(pictures()))
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_export(

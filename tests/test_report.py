@@ -22,6 +22,7 @@ from stopmim.config import from_yaml
 from stopmim.data import open_images
 from stopmim.errors import CheckpointError
 from stopmim.report import explorer
+from stopmim.report.results import shown as as_text
 from stopmim.run import Run
 from stopmim.train import pretrain
 from tiny import NoiseImages, tiny
@@ -541,5 +542,9 @@ def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one
         "on bees (9 images), target encoder, step 5",
         "on birds (9 images), context encoder, step 7",
     ]
+    # Which is nothing to be proud of.
+    decay = {"name": "J decay", "value": 0.9, "random_init": 0.1, "low": 0.8, "high": 1.0}
+    run.add_result(**film | decay)
     text = Page(report.write(run, NoiseImages())).text
     assert "Best result: 50.0 % (knn, count, on birds (9 images), target encoder, step 5)" in text
+    assert as_text(film | decay).verdict == "down"

@@ -34,6 +34,8 @@ from stopmim.evals.lowshot import classify, listed, per_class
 from stopmim.evals.protocols import TASKS
 from stopmim.evals.suite import Options, measure, suite
 from stopmim.keys import numpy_generator
+from stopmim.mim import build
+from stopmim.plan import configure
 from stopmim.vit import VisionTransformer
 from tiny import NoiseImages, tiny, write_parts
 
@@ -332,6 +334,17 @@ def test_the_twin_of_an_encoder_is_untrained_and_the_same_every_time() -> None:
     assert cache.of_encoder(untrained(encoder, 1)) != cache.of_encoder(one)
     assert (one.norm.weight == 1).all()
     assert cache.of_encoder(encoder) == before
+
+
+def test_the_twin_of_an_encoder_of_mae_begins_as_mae_does() -> None:
+    """Its matrices are Xavier-uniform, some times as large as those of I-JEPA."""
+    encoder = build(configure("tiny_cpu_mae")).branch()
+    ours, twin = (
+        float(e.state_dict()["blocks.0.attn.qkv.weight"].std())
+        for e in (encoder, untrained(encoder, 0))
+    )
+    assert twin == pytest.approx(ours, rel=0.05)
+    assert twin > 0.05
 
 
 # ------------------------------------------------------------------------------ comparison

@@ -85,6 +85,7 @@ def load_tree(tree: Any, branch: Branch, source: str, heads: int | None) -> Enco
     fill(encoder, weights, source)
     if isinstance(encoder, VisionTransformer):
         check_positions(encoder.pos_embed, source, fixed=fixed)
+        encoder.start = "mae" if fixed else "jepa"
     return encoder.eval()
 
 

@@ -22,6 +22,7 @@ from stopmim.interop import (
     load_model,
     mae_in,
     model_in,
+    weights_in,
 )
 from stopmim.mim import MaskedImageModel
 from stopmim.positions import JitteredPositions, StochasticPositions, sincos_2d
@@ -78,7 +79,7 @@ def identify(path: str | Path, heads: int | None = None) -> Identity:
     """What is in `path`, anything that `load_encoder` reads; CheckpointError if nothing is."""
     if str(path).startswith("timm:"):
         return Identity(Path(path), "timm", load_encoder(path))
-    path = existing(path)
+    path = weights_in(existing(path))
     if path.is_dir():
         if (path / "config.json").is_file():
             encoder = load_encoder(path, heads=heads)

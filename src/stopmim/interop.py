@@ -84,11 +84,9 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
         raise ValueError(f'branch must be "target" or "context", got {branch!r}')
     if str(path).startswith("timm:"):
         return foreign.load_timm(str(path).removeprefix("timm:"))
-    path = existing(path)
+    path = weights_in(existing(path))
     if path.is_dir() and (path / "config.json").is_file():
         return foreign.load_huggingface(path, heads).eval()
-    if _is_export(path):
-        path /= "model.safetensors"
     if not path.is_dir():
         return encoder_in(read_tree(path), path, branch, heads)
     return _load_ours(path).eval().branch(branch)
@@ -112,7 +110,7 @@ def load_model(
 
     `decoder_heads` is needed for a decoder of MAE that is not 512 wide.
     """
-    path = existing(path)
+    path = weights_in(existing(path))
     if path.is_dir():
         return _load_ours(path).eval()
     tree = read_tree(path)
@@ -121,10 +119,11 @@ def load_model(
     return model_in(tree, path, heads)
 
 
-def _is_export(path: Path) -> bool:
-    """Whether it is a folder of `stopmim export`: weights, and nothing of a checkpoint of ours."""
-    others = any((path / name).exists() for name in ("run.json", "manifest.json", "state.json"))
-    return not others and (path / "model.safetensors").is_file()
+def weights_in(path: Path) -> Path:
+    """The file of weights in a folder of `stopmim export`; of others, the path as it is."""
+    file, others = path / "model.safetensors", ("run", "manifest", "state", "config")
+    is_export = file.is_file() and not any((path / f"{name}.json").exists() for name in others)
+    return file if is_export else path
 
 
 def existing(path: str | Path) -> Path:

@@ -183,6 +183,7 @@ def build(config: Config) -> MaskedImageModel:
             outputs=3 * patch**2 if config.target == "pixels" else size.width,
         )
         if config.target == "pixels":
+            encoder.start = "mae"
             encoder.apply(initialise_mae)
             predictor.apply(initialise_mae)
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"

@@ -5,7 +5,7 @@ each of these in `released` mode; then MAE. Expected numbers are the paper's, on
 of a linear classifier on frozen features.
 
 Costs are hours of one H200 for the paper's epochs of 1.28 million images, from the speed of a step
-as it was measured (benchmarks/); ViT-H/16 from ViT-H/14 by its operations (docs/scale.md). Released
+as it was measured (benchmarks/); ViT-H/16 from ViT-H/14 by its operations. Released
 modes take longer: they compute in parts of 64 images, whose contexts differ in length, and so are
 not compiled.
 """
@@ -313,8 +313,8 @@ def tiny_cpu_mae() -> Config:
 
     ``stopmim pretrain scenes:4096:48 --preset tiny_cpu_mae --out runs/tiny-mae``
 
-    Cost: about two minutes. Expect linear accuracy some 12 points above random init for distance
-    and 5 for shape (one run, on the scenes it was chosen by). Pixels as they are: of normed ones so
+    Cost: about two minutes. Expect linear accuracy some 16 points above random init for distance
+    and 2 for shape and counting (one run, on the scenes it was chosen by). Pixels as they are: of normed ones so
     small a model learns next to nothing in so few updates.
     """
     return Config(

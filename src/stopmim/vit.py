@@ -136,6 +136,7 @@ class VisionTransformer(nn.Module):
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
     cls_token: nn.Parameter | None  # (1, 1, D)
     recompute = False  # activation checkpointing: less memory, a third more time
+    start: Literal["jepa", "mae"] = "jepa"  # whose weights it began with, for its untrained twin
 
     def __init__(
         self,

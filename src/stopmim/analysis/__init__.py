@@ -40,15 +40,12 @@ def analyse(
     if not runs and not (of_the_method and out is not None):
         hint = ", or a folder for the figure with --out" if of_the_method else ", as runs/first"
         raise UserError(f"analyse {what}: name a run directory{hint}")
-    from stopmim.analysis.subject import source
-    from stopmim.data import open_images
+    from stopmim.analysis.subject import images_of
     from stopmim.run import Run
 
     folder = Path(out) if out is not None else Path(runs[0]) / "figures"
     if what == "all" and runs and data is None:
-        data = open_images(
-            source(Run(Path(runs[0])))
-        )  # once: drawing thousands of scenes takes time
+        data = images_of(Run(runs[0]))  # once: drawing thousands of scenes takes time
     paths = []
     for one in get_args(What) if what == "all" else (what,):
         picture = draw(one, [Path(run) for run in runs], data)

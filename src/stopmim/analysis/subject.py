@@ -14,6 +14,7 @@ from torch import Tensor
 from stopmim.analysis.pictures import Preview, previews
 from stopmim.config import Config
 from stopmim.data import Images, open_images
+from stopmim.data.skip import without_skipped
 from stopmim.data.transforms import normalise
 from stopmim.errors import DataError
 from stopmim.mim import MaskedImageModel
@@ -39,10 +40,15 @@ def load(path: str | Path, images: Images | None, count: int, step: int = 0) -> 
 
 
 def views(run: Run, images: Images | None, count: int, step: int = 0) -> list[Preview]:
-    found = previews(images or open_images(source(run)), run.config, step, count)
+    found = previews(images or images_of(run), run.config, step, count)
     if not found:
         raise DataError(f"{run.path}: none of its first images can be read")
     return found
+
+
+def images_of(run: Run) -> Images:
+    """Those it was trained on."""
+    return without_skipped(open_images(source(run)), run.config.data.skip)
 
 
 def source(run: Run) -> str:

@@ -21,7 +21,7 @@ from stopmim.interop import load_encoder
 from stopmim.keys import seed_of
 from stopmim.positions import sincos_2d
 from stopmim.run import Run
-from stopmim.vit import Encoder, VisionTransformer, initialise
+from stopmim.vit import Encoder, VisionTransformer, initialise, initialise_mae
 
 QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
 
@@ -58,7 +58,7 @@ def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("untrained", seed))
         # On the CPU, so that the twin is the same whatever the device.
-        twin.cpu().apply(initialise)
+        twin.cpu().apply(initialise_mae if twin.start == "mae" else initialise)
         for token in twin.parameters(recurse=False):  # of the class, where there is one
             nn.init.normal_(token, std=0.02)
     # Some have learned their positions; all begin with, or without, a class token that has none.

@@ -77,13 +77,16 @@ def lines(table: Table, arch: str, outcomes: Sequence["Outcome"]) -> list[Line]:
 
 
 def untrained(outcomes: Sequence["Outcome"]) -> dict[str, float]:
-    """The same questions, of the network before training."""
-    return {
-        what: 100 * answer["random_init"]
-        for run in outcomes
-        for answer in run.answers
-        if "random_init" in answer and (what := metric(answer))
-    }
+    """The same questions, of the network before training: that of the first row.
+
+    Other rows may have another one, and encoders of others do.
+    """
+    found: dict[str, float] = {}
+    for run in outcomes:
+        for answer in run.answers:
+            if "random_init" in answer and (what := metric(answer)):
+                found.setdefault(what, 100 * answer["random_init"])
+    return found
 
 
 def metrics(found: Sequence[Line]) -> list[str]:

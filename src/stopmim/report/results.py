@@ -46,9 +46,10 @@ def shown(line: Mapping[str, Any], differ: Collection[str] = ()) -> Result:
         interval = f"{100 * low:.1f} to {100 * high:.1f}" if share else f"{low:.4g} to {high:.4g}"
     if value is not None and random_init is not None:
         gain = value - random_init
+        better, worse = ("down", "up") if _falls(line) else ("up", "down")
         difference = f"{100 * gain:+.1f}" if share else f"{gain:+.4g}"
         if low is not None and high is not None:
-            verdict = "up" if low > random_init else "down" if high < random_init else ""
+            verdict = better if low > random_init else worse if high < random_init else ""
     bar = None
     if share and value is not None:
         bar = {"value": f"{100 * value:.2f}"}
@@ -71,6 +72,11 @@ def shown(line: Mapping[str, Any], differ: Collection[str] = ()) -> Result:
         details=", ".join(_details(line)),
         bar=bar,
     )
+
+
+def _falls(line: Mapping[str, Any]) -> bool:
+    """Whether less of it is better."""
+    return said(line, "name").endswith("decay")
 
 
 def _details(line: Mapping[str, Any]) -> Iterator[str]:
@@ -101,7 +107,9 @@ def differing(results: Sequence[Mapping[str, Any]]) -> set[str]:
 def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
     """The result furthest above random init; one chosen on the test split only if need be."""
     compared = [
-        line for line in results if (text := shown(line)).bar is not None and text.difference
+        line
+        for line in results
+        if (text := shown(line)).bar is not None and text.difference and not _falls(line)
     ]
     compared.sort(key=lambda line: line["value"] - line["random_init"], reverse=True)
     compared.sort(key=lambda line: line.get("selection") == "paper")
