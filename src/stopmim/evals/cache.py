@@ -8,6 +8,7 @@ of them may be deleted.
 import contextlib
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.console import warn
+from stopmim.data import Images
 from stopmim.data.cache import folder
+from stopmim.data.written import stamp
 
 
 def key(*parts: object) -> str:
@@ -38,6 +41,15 @@ def of_encoder(encoder: nn.Module) -> str:
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def of_images(images: Images, labels: Sequence[str] = ()) -> str:
+    """Changes with the images, if only their files were written anew, and with these labels."""
+    about = (images.fingerprint, stamp(images), len(images))
+    if not labels:
+        return key(about)
+    classes = getattr(images, "classes", [])  # by which numbers of two parts are paired
+    return key(about, classes, *((name, images.labels[name].tobytes()) for name in labels))
 
 
 def of_code() -> str:

@@ -162,7 +162,7 @@ def frozen(
             str(precision),
         )
         own = cache.of_encoder(encoder)
-        key = cache.key(VERSION, own, images.fingerprint, len(images), *options)
+        key = cache.key(VERSION, own, cache.of_images(images), *options)
         if kept := cache.load("features", key):
             return kept[0]["features"]
         encoder.to(device)

@@ -98,7 +98,7 @@ def _key(result: Result) -> tuple[str, ...]:
 def measure(encoder: Encoder, train: Images, test: Images, options: Options) -> list[Measured]:
     """The protocols of `options` that need images, for each label in turn."""
     names = choose_labels(train, test, options.labels)  # complains before any work
-    data = [(i.fingerprint, len(i), *(i.labels[n].tobytes() for n in names)) for i in (train, test)]
+    data = [cache.of_images(images, names) for images in (train, test)]
     few = (
         options.few.read_bytes() if isinstance(options.few, Path) and options.few.exists() else b""
     )
