@@ -37,7 +37,8 @@ from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrain
 from stopmim.evals.knn import choose_k, knn_predict
 from stopmim.evals.lowshot import classify, listed, per_class
 from stopmim.evals.protocols import TASKS
-from stopmim.evals.suite import Options, measure, suite
+from stopmim.evals.suite import Options, measure, measure_videos, suite
+from stopmim.evals.tracking import Tracking
 from stopmim.keys import numpy_generator
 from stopmim.vit import VisionTransformer
 from tiny import NoiseImages, tiny, write_parts
@@ -310,6 +311,48 @@ def test_the_same_question_again_is_answered_from_the_cache() -> None:
     assert measure(encoder, train, test, Options(few=6))[-2].result.train == 24  # another question
     train.labels["class"] = train.labels["class"][::-1].copy()
     assert measure(encoder, train, test, options)[0].result != first[0].result
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("data/decode.py", {"frozen", "measure", "measure_videos"}),
+        ("data/scenes.py", {"frozen", "measure", "measure_videos"}),
+        ("data/videos.py", {"frozen", "measure", "measure_videos"}),
+        ("evals/knn.py", {"measure", "measure_videos"}),
+        ("train.py", set()),
+    ],
+)
+def test_what_other_code_found_is_found_again(
+    file: str, changed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "stopmim"
+    for package in ("data", "evals"):
+        shutil.copytree(Path(cache.__file__).parents[1] / package, ours / package)
+    monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
+    encoder, images = open_encoder(RANDOM), Coloured(20)
+    options = Options(("knn",), videos="scenes:1:32", tracking=Tracking(size=48))
+    asked = {
+        "frozen": lambda: frozen(encoder, images, View(24, 24)),
+        "measure": lambda: measure(encoder, images, images, options),
+        "measure_videos": lambda: measure_videos(encoder, options),
+    }
+
+    def new() -> set[str]:
+        """Whose questions leave something that was not kept before."""
+        found = set()
+        for name, ask in asked.items():
+            before = set((folder() or Path()).rglob("*.safetensors"))
+            ask()
+            if set((folder() or Path()).rglob("*.safetensors")) != before:
+                found.add(name)
+        return found
+
+    assert new() == set(asked)
+    assert not new()
+    with (ours / file).open("a") as code:
+        code.write("VERSION = 2\n")
+    assert new() == changed
 
 
 def test_k_is_chosen_without_the_sample_itself() -> None:

@@ -52,11 +52,15 @@ def of_images(images: Images, labels: Sequence[str] = ()) -> str:
     return key(about, classes, *((name, images.labels[name].tobytes()) for name in labels))
 
 
-def of_code() -> str:
-    """Changes with any protocol: answers of an older version are not taken for those of this."""
+def of_code(*packages: str) -> str:
+    """Changes with these of our packages: what an older version found is not taken for ours.
+
+    Answers depend on "evals" and "data": protocols, and what is read, drawn and cropped for them.
+    """
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for package in packages:
+        for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

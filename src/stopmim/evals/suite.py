@@ -133,7 +133,7 @@ def _kept(
         return answer()
     # Where something is computed changes no more than rounding.
     asked = tuple(dataclasses.replace(a, device="") if isinstance(a, Options) else a for a in asked)
-    key = cache.key(cache.of_code(), cache.of_encoder(encoder), *asked)
+    key = cache.key(cache.of_code("evals", "data"), cache.of_encoder(encoder), *asked)
     if kept := cache.load("answers", key):
         tensors, text = kept
         return [
