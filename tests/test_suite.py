@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -332,7 +333,7 @@ def test_what_other_code_found_is_found_again(
     monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
     encoder, images = open_encoder(RANDOM), Coloured(20)
     options = Options(("knn",), videos="scenes:1:32", tracking=Tracking(size=48))
-    asked = {
+    asked: dict[str, Callable[[], object]] = {
         "frozen": lambda: frozen(encoder, images, View(24, 24)),
         "measure": lambda: measure(encoder, images, images, options),
         "measure_videos": lambda: measure_videos(encoder, options),
