@@ -166,7 +166,7 @@ def questions(
 def _of_videos(videos: Sequence[Video]) -> str:
     if isinstance(videos, Davis):
         names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
-        return cache.key(names, of_files(videos.files()))
+        return cache.key(videos.year, names, of_files(videos.files()))
     return cache.key(RENDERER)
 
 
