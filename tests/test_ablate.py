@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import results
-from stopmim import ablate
+from stopmim import ablate, pretrain
 from stopmim.ablations import TABLES, find, listing, printed
 from stopmim.check import check
 from stopmim.cli import main
@@ -30,7 +31,8 @@ from stopmim.report import ablation, record
 from stopmim.report.lines import metric
 from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
-from tiny import tiny, write_parts
+from test_videos import davis
+from tiny import NoiseImages, tiny, write_parts
 
 # One row for everything that a row can change; `slow` has all of them.
 MECHANISMS = {
@@ -339,6 +341,90 @@ def test_broken_images_to_evaluate_on_are_found_before_anything_trains_unless_sk
     fixes.write_text(fixes.read_text() + '{"name": "part0/004.png"}\n')
     (entry,) = plan("positions", tmp_path / "o", **options).entries
     assert entry.trial.path.name != done.run  # other images, another run
+
+
+@pytest.mark.parametrize("what", ["image", "more images", "labels", "few", "skip"])
+def test_answers_are_of_the_data_as_they_are_and_not_of_their_names(
+    what: str, tmp_path: Path
+) -> None:
+    root = write_parts(tmp_path / "images")
+    image, listed, few, skip = (
+        tmp_path / name
+        for name in ("images/val/part0/000.png", "list.txt", "few.txt", "skip.jsonl")
+    )
+    names = [f"part{i}/{j + 8 * i:03}.png" for i in (0, 1) for j in range(4, 12)]
+    listed.write_text("".join(f"{name}\t{name[:5]}\n" for name in names))
+    few.write_text("\n".join(names[::2]))
+    skip.write_text('{"name": "part1/001.png", "part": "test"}\n')
+    Image.new("RGB", (24, 24), "red").save(image, compress_level=0)
+
+    def trial() -> Trial:
+        data = f"{root}@{listed}"
+        asked = questions("quick", data, 24, [], str(few), skip=str(skip))
+        return Trial(tmp_path / "run", data, None, asked, "random:vit_micro6@24")
+
+    before = trial()
+    assert trial().kept == before.kept
+    assert Trial.from_json(before.as_json()).kept == before.kept
+    size = image.stat().st_size
+    if what == "image":
+        Image.new("RGB", (24, 24), "blue").save(image, compress_level=0)
+        assert image.stat().st_size == size
+    elif what == "more images":
+        image.with_name("more.png").write_bytes(image.read_bytes())
+    elif what == "labels":
+        listed.write_text(listed.read_text().replace("\tpart0", "\tpart1", 1))
+    elif what == "few":
+        few.write_text("\n".join(names[1::2]))
+    else:
+        skip.write_text(skip.read_text() + '{"name": "part0/001.png", "part": "test"}\n')
+    assert trial().kept != before.kept
+    if what == "skip":
+        (*_, answer) = perform(trial())
+        assert answer["test_data"].endswith("(14 images)")
+
+
+def test_answers_about_scenes_are_of_their_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(asks: Any) -> Path:
+        asked = questions(asks, "scenes:16:32", 32, [], "2")
+        return Trial(tmp_path, "scenes:16:32", None, asked).kept
+
+    before = {asks: kept(asks) for asks in ("quick", "tracking")}
+    assert before == {asks: kept(asks) for asks in before}
+    monkeypatch.setattr("stopmim.trial.RENDERER", "scenes-v2")
+    for asks, path in before.items():
+        assert kept(asks) != path
+
+
+def test_answers_about_videos_are_of_their_frames_and_masks(tmp_path: Path) -> None:
+    root = davis(tmp_path)
+
+    def content() -> str:
+        (asked,) = questions("tracking", "scenes", 32, [str(root)], "2")
+        return asked.content
+
+    before = content()
+    assert content() == before
+    for file in ("JPEGImages/480p/judo/00001.jpg", "Annotations/480p/judo/00001.png"):
+        (root / file).write_bytes((root / file).read_bytes())
+        assert content() != before
+        before = content()
+
+
+def test_a_run_to_compare_with_that_has_gone_on_is_asked_again(tmp_path: Path) -> None:
+    pretrain(NoiseImages(), tmp_path / "other", tiny(), stop_at=3)
+
+    def borrowed() -> Trial:
+        given = [f"other={tmp_path / 'other'}"]
+        return plan("positions", tmp_path, rows=["StoP"], checkpoints=given).entries[-1].trial
+
+    before = borrowed()
+    assert borrowed() == before
+    run = pretrain(NoiseImages(), tmp_path / "other", tiny())
+    assert borrowed().path != before.path
+    assert borrowed().encoder == str(run.checkpoint)
 
 
 def test_every_problem_of_every_row_is_said_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,17 @@ def test_ranks_that_disagree_stop_before_the_first_update(tmp_path: Path) -> Non
         (line,) = complaints(ended)
         assert f"rank 1 has another {what}" in line
         assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_without_git_agrees_and_one_with_other_code_does_not(tmp_path: Path) -> None:
+    def job(states: Sequence[str | None], here: int) -> None:
+        train.git_state = lambda: states[here]  # type: ignore[attr-defined]
+        pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
+
+    for states, code in (([None, "a"], 0), (["a", None], 0), (["a", "a+"], 2)):
+        ended = together(2, tmp_path / "logs", functools.partial(job, states))
+        assert [rank.code for rank in ended] == [code, code], ended
+    assert "rank 1 has another git state: 'a+', rank 0 has 'a'" in complaints(ended)[0]
 
 
 def call(words: list[str], _: int) -> None:

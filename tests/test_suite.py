@@ -1,15 +1,20 @@
 """The protocols on images, as a person asks for them; what is kept; fine-tuning; comparison."""
 
 import dataclasses
+import io
 import json
 import math
 import shutil
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +23,7 @@ from torch import Tensor, nn
 from stopmim import Run, cli_eval, pretrain
 from stopmim.bench_probe import bench_probe
 from stopmim.cli import main
+from stopmim.data import open_images
 from stopmim.data.cache import folder
 from stopmim.data.randaugment import ALL, rand_augment
 from stopmim.data.recipes import TrainView, View
@@ -32,7 +38,8 @@ from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrain
 from stopmim.evals.knn import choose_k, knn_predict
 from stopmim.evals.lowshot import classify, listed, per_class
 from stopmim.evals.protocols import TASKS
-from stopmim.evals.suite import Options, measure, suite
+from stopmim.evals.suite import Options, measure, measure_videos, suite
+from stopmim.evals.tracking import Tracking
 from stopmim.keys import numpy_generator
 from stopmim.mim import build
 from stopmim.plan import configure
@@ -136,6 +143,67 @@ def test_whatever_changes_features_changes_their_key(what: str) -> None:
         options = {"precision": torch.bfloat16}
     frozen(other, images, view, **options)
     assert len(list(kept.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "list", "tar", "parquet"])
+def test_files_overwritten_by_others_of_their_size_are_asked_again(
+    kind: str, tmp_path: Path
+) -> None:
+    """Uncompressed: the fingerprint, which is that of a run, knows names and sizes alone."""
+    first, second = Coloured(40, spread=90), Coloured(40, seed=1, spread=90)
+    source = overwrite(kind, tmp_path / "images", first)
+
+    def opened() -> Some:
+        """Some of some, without two images."""
+        return Some(Some(open_images(source), range(39)), range(38))
+
+    options, test = Options(few=5, protocols=("knn",)), Coloured(20, seed=2)
+    before, known = opened(), Planted()
+    features = frozen(known, before, View(24, 24))
+    (answer,) = measure(known, before, test, options)
+    known.calls.clear()
+    assert torch.equal(frozen(known, opened(), View(24, 24)), features)
+    measure(known, opened(), test, options)
+    assert not known.calls
+    overwrite(kind, tmp_path / "images", second)
+    after = opened()
+    assert after.fingerprint == before.fingerprint
+    assert not torch.equal(frozen(known, after, View(24, 24)), features)
+    (other,) = measure(known, after, test, options)
+    assert answer.correct is not None
+    assert other.correct is not None
+    assert not torch.equal(other.correct, answer.correct)
+
+
+def overwrite(kind: str, root: Path, images: Coloured) -> str:
+    """A source with these images as bitmaps, in files that are overwritten if they are there."""
+    names = [f"{c}/{i}.bmp" for i, c in enumerate([0, 1] * (len(images) // 2))]
+    files = []
+    root.mkdir(exist_ok=True)
+    for pixels in images.pixels:
+        held = io.BytesIO()
+        Image.fromarray(pixels).save(held, "bmp")
+        files.append(held.getvalue())
+    if kind == "parquet":
+        rows = pa.array([{"bytes": data, "path": None} for data in files])
+        table = pa.table({"image": rows, "label": [i % 2 for i in range(len(images))]})
+        pq.write_table(table, root / "a.parquet", compression="none", use_dictionary=False)
+        return str(root / "a.parquet")
+    if kind == "tar":
+        with tarfile.open(root / "a.tar", "w") as tar:
+            for i, data in enumerate(files):
+                for name, content in ((f"{i}.bmp", data), (f"{i}.cls", b"%d" % (i % 2))):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        return str(root / "a.tar")
+    for name, data in zip(names, files, strict=True):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(data)
+    if kind == "folder":
+        return str(root)
+    (root / "list.txt").write_text("".join(f"{name}\n" for name in names))
+    return str(root / "list.txt")
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
@@ -248,6 +316,48 @@ def test_the_same_question_again_is_answered_from_the_cache() -> None:
     assert measure(encoder, train, test, options)[0].result != first[0].result
 
 
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("data/decode.py", {"frozen", "measure", "measure_videos"}),
+        ("data/scenes.py", {"frozen", "measure", "measure_videos"}),
+        ("data/videos.py", {"frozen", "measure", "measure_videos"}),
+        ("evals/knn.py", {"measure", "measure_videos"}),
+        ("train.py", set()),
+    ],
+)
+def test_what_other_code_found_is_found_again(
+    file: str, changed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "stopmim"
+    for package in ("data", "evals"):
+        shutil.copytree(Path(cache.__file__).parents[1] / package, ours / package)
+    monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
+    encoder, images = open_encoder(RANDOM), Coloured(20)
+    options = Options(("knn",), videos="scenes:1:32", tracking=Tracking(size=48))
+    asked: dict[str, Callable[[], object]] = {
+        "frozen": lambda: frozen(encoder, images, View(24, 24)),
+        "measure": lambda: measure(encoder, images, images, options),
+        "measure_videos": lambda: measure_videos(encoder, options),
+    }
+
+    def new() -> set[str]:
+        """Whose questions leave something that was not kept before."""
+        found = set()
+        for name, ask in asked.items():
+            before = set((folder() or Path()).rglob("*.safetensors"))
+            ask()
+            if set((folder() or Path()).rglob("*.safetensors")) != before:
+                found.add(name)
+        return found
+
+    assert new() == set(asked)
+    assert not new()
+    with (ours / file).open("a") as code:
+        code.write("VERSION = 2\n")
+    assert new() == changed
+
+
 def test_k_is_chosen_without_the_sample_itself() -> None:
     """With itself among its neighbours every sample knows its label, and k = 1 is perfect."""
     generator = torch.Generator().manual_seed(0)
@@ -295,6 +405,11 @@ def test_test_classes_go_by_name_and_not_by_number() -> None:
     for part in (train, Some(train, range(4))):
         _, test_y = paired_labels(part, test, "class")
         assert test_y.tolist() == (test.labels["class"] + 1).tolist()
+    options = Options(protocols=("knn",))
+    (shifted,) = measure(Planted(), train, test, options)
+    test.classes = train.classes  # type: ignore[attr-defined]
+    (straight,) = measure(Planted(), train, test, options)  # the same numbers mean others
+    assert straight.result.value > shifted.result.value
 
 
 def test_as_many_labels_are_noted_as_there_were() -> None:

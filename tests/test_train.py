@@ -29,7 +29,7 @@ from stopmim.errors import (
 )
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
-from stopmim.run import claimed
+from stopmim.run import claimed, git_state
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise
 from tiny import NoiseImages, assert_same_run, curve, tiny, weights, write_folder
@@ -412,3 +412,30 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_from_nothing
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is intact") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
     assert caught.value.exit_code == 4
+
+
+def test_the_git_state_is_of_our_source_and_not_of_a_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    source = tmp_path / ".venv" / "stopmim" / "run.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1\n")
+    (tmp_path / "theirs.py").write_text("b = 1\n")
+    monkeypatch.setattr("stopmim.run.__file__", str(source))
+    git("init", "-q")
+    git("add", "theirs.py")
+    git("commit", "-q", "-m", "theirs")
+    assert git_state() is None
+    git("add", ".")
+    git("commit", "-q", "-m", "ours")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "run.lock").write_text("process 1\n")
+    assert git_state() == commit
+    source.write_text("a = 2\n")
+    assert git_state() == f"{commit}+"

@@ -26,7 +26,7 @@ from stopmim.jobs import Entry, carried, carry_out, places, updates_of
 from stopmim.plan import configure
 from stopmim.presets import PRESETS
 from stopmim.report import ablation, record
-from stopmim.run import claimed, read_jsonl
+from stopmim.run import Run, claimed, read_jsonl
 from stopmim.tables import Table
 from stopmim.trial import Answer, Question, Trial, identity, questions
 
@@ -183,10 +183,12 @@ def _folder(runs: Path, row: str, seed: int, key: str) -> Path:
 
 
 def _borrowed(given: str, runs: Path, data: str, asked: tuple[Question, ...]) -> Entry:
-    """The encoder of ``NAME=FILE``, to be asked the same."""
+    """The encoder of ``NAME=FILE``, or of the newest checkpoint of a run, to be asked the same."""
     name, _, file = given.partition("=")
     if not name or not file or not Path(file).exists():
         raise UserError(f"--checkpoint {given}: expected NAME=FILE, with a file that exists")
+    if (Path(file) / "run.json").exists():
+        file = str(Run(file).checkpoint)  # the folder of a run stays as it is when the run goes on
     state = Path(file).stat()
     key = f"{Path(file).resolve()} {state.st_size} {state.st_mtime_ns}"
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name)

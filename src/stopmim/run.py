@@ -262,7 +262,10 @@ def _device_name(device: torch.device) -> str:
 
 
 def git_state() -> str | None:
-    """Commit of the source this package runs from, with a + if it was changed since."""
+    """Commit of the source this package runs from, with a + if it was changed since.
+
+    None where git does not know this file, as in a .venv within somebody's own repository.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         options: dict[str, Any] = {
@@ -271,7 +274,10 @@ def git_state() -> str | None:
             "timeout": 5,
             "check": True,
         }
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **options)
         commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        return commit + ("+" if subprocess.run([*git, "status", "-s"], **options).stdout else "")
+        # Not what is untracked: the run itself may have been begun in there.
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        return commit + ("+" if subprocess.run(status, **options).stdout else "")
     except (OSError, subprocess.SubprocessError):
         return None

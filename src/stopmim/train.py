@@ -202,7 +202,10 @@ def _train(
     ### What the run needs
     runtime, optim = config.runtime, config.optim
     flat = dict(flatten(config.model_dump(mode="json")))
-    code = {"version": __version__, "git state": git_state()}
+    states = world.gather(git_state())
+    known = next((state for state in states if state is not None), None)
+    # A rank without git, or with one that took too long, cannot say that it has other code.
+    code = {"version": __version__, "git state": states[world.rank] or known}
     agree(world, flat | code | {"data": images.fingerprint})
     device = choose_device(runtime.device, world.local_rank)
     amp = choose_precision(runtime.precision, device)

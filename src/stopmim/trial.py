@@ -20,10 +20,12 @@ from typing import Any
 from stopmim.check import look_at
 from stopmim.config import Config
 from stopmim.data import Images, open_images
+from stopmim.data.scenes import VERSION
 from stopmim.data.skip import both_without_skipped
-from stopmim.data.videos import open_videos
+from stopmim.data.videos import Davis, Video, open_videos
+from stopmim.data.written import of_files
 from stopmim.errors import DataError, RunInUseError, UserError
-from stopmim.evals import command
+from stopmim.evals import cache, command
 from stopmim.evals.inputs import choose_labels, open_at
 from stopmim.evals.protocols import TASKS
 from stopmim.faults import faultpoint
@@ -34,6 +36,7 @@ from stopmim.train import pretrain
 FIT, TEST = 2048, 4096  # scenes that classifiers are fitted to and tested on, if nothing is given
 LABELS = {"clevr_count": ("count",), "clevr_dist": ("distance",)}  # of published recipes
 LOOKED = 10_000  # images to evaluate on, up to which all are read before anything trains
+RENDERER = f"scenes-v{VERSION}"  # all that a name of scenes, or videos of them, does not say
 PATIENCE = 60.0  # seconds that a process which lost its parent has to save and leave
 
 Answer = dict[str, Any]  # a line of results.jsonl
@@ -46,6 +49,7 @@ class Question:
     protocols: tuple[str, ...]
     request: dict[str, Any]
     on: str = ""  # the data set, where there are several
+    content: str = ""  # changes with the data and the lists that the request has only names of
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Trial:
         tree = json.loads(text)
         config = tree["config"] and Config.model_validate_json(json.dumps(tree["config"]))
         questions = tuple(
-            Question(tuple(q["protocols"]), q["request"], q["on"]) for q in tree["questions"]
+            Question(**q | {"protocols": tuple(q["protocols"])}) for q in tree["questions"]
         )
         return cls(Path(tree["path"]), tree["data"], config, questions, tree["encoder"])
 
@@ -118,12 +122,13 @@ def questions(
         if not given and not scenes:
             raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
         videos = given[0][1] if given else "scenes"
-        open_videos(videos)
-        return (Question(("tracking",), {"videos": videos, "video_size": video_size}),)
+        seen, asked = _of_videos(open_videos(videos)), {"videos": videos, "video_size": video_size}
+        return (Question(("tracking",), asked, content=seen),)
+    chosen = b""
     if few.isdecimal() and int(few):
         number: dict[str, Any] = {"per_class": int(few)}
     elif Path(few).is_file():
-        number = {"list": few}
+        number, chosen = {"list": few}, Path(few).read_bytes()
     else:
         raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
     protocols, more = {
@@ -143,16 +148,26 @@ def questions(
             request["data"] = source
         if not source or source.split(":")[0] == "scenes":
             request["label"] = ["count", "distance"]
+            content = [RENDERER]
         else:
             request["label"] = list(LABELS.get(name, ()))
             if skip is not None and source == data:
                 request["skip"] = skip
             parts = open_images(source, "train"), open_images(source, "test")
             parts = both_without_skipped(*parts, request.get("skip"))
-            choose_labels(*parts, request["label"])
+            labels = choose_labels(*parts, request["label"])
             _read_all(source, parts, may_skip=source == data)
-        found.append(Question(protocols, request, name if len(given) > 1 else ""))
+            content = [cache.of_images(images, labels) for images in parts]  # less those skipped
+        on = name if len(given) > 1 else ""
+        found.append(Question(protocols, request, on, cache.key(*content, chosen)))
     return tuple(found)
+
+
+def _of_videos(videos: Sequence[Video]) -> str:
+    if isinstance(videos, Davis):
+        names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
+        return cache.key(videos.year, names, of_files(videos.files()))
+    return cache.key(RENDERER)
 
 
 def _read_all(source: str, parts: tuple[Images, Images], *, may_skip: bool) -> None:

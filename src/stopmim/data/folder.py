@@ -71,6 +71,10 @@ class Files:
     def __len__(self) -> int:
         return len(self._paths)
 
+    def files(self) -> Iterator[bytes]:
+        """Where each image is."""
+        return (self._root + path for path in self._paths)
+
     def read(self, i: int) -> np.ndarray:
         """Pixels of image `i`, (H, W, 3) uint8; `BadImageError` if there are none to be had."""
         try:

@@ -6,7 +6,7 @@ bit on every machine; `scenes` says how that is done.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -185,6 +185,7 @@ class DavisVideo:
     def __init__(self, name: str, frames: list[Path], masks: list[Path], year: Year) -> None:
         self.name, self.year = name, year
         self._frames, self._masks = frames, masks
+        self.files = [*frames, *masks]
         self.annotated = len(masks) == len(frames)
 
     def __len__(self) -> int:
@@ -253,6 +254,10 @@ class Davis(Sequence[DavisVideo]):
 
     def __len__(self) -> int:
         return len(self._videos)
+
+    def files(self) -> Iterator[Path]:
+        """Where frames and masks are."""
+        return (file for video in self._videos for file in video.files)
 
     @overload
     def __getitem__(self, i: int) -> DavisVideo: ...

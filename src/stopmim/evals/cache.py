@@ -8,6 +8,7 @@ of them may be deleted.
 import contextlib
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.console import warn
+from stopmim.data import Images
 from stopmim.data.cache import folder
+from stopmim.data.written import stamp
 
 
 def key(*parts: object) -> str:
@@ -40,11 +43,24 @@ def of_encoder(encoder: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def of_code() -> str:
-    """Changes with any protocol: answers of an older version are not taken for those of this."""
+def of_images(images: Images, labels: Sequence[str] = ()) -> str:
+    """Changes with the images, if only their files were written anew, and with these labels."""
+    about = (images.fingerprint, stamp(images), len(images))
+    if not labels:
+        return key(about)
+    classes = getattr(images, "classes", [])  # by which numbers of two parts are paired
+    return key(about, classes, *((name, images.labels[name].tobytes()) for name in labels))
+
+
+def of_code(*packages: str) -> str:
+    """Changes with these of our packages: what an older version found is not taken for ours.
+
+    Answers depend on "evals" and "data": protocols, and what is read, drawn and cropped for them.
+    """
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for package in packages:
+        for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -162,7 +162,8 @@ def frozen(
             str(precision),
         )
         own = cache.of_encoder(encoder)
-        key = cache.key(VERSION, own, images.fingerprint, len(images), *options)
+        code = VERSION, cache.of_code("data")  # which decodes, draws and crops
+        key = cache.key(code, own, cache.of_images(images), *options)
         if kept := cache.load("features", key):
             return kept[0]["features"]
         encoder.to(device)

@@ -98,7 +98,7 @@ def _key(result: Result) -> tuple[str, ...]:
 def measure(encoder: Encoder, train: Images, test: Images, options: Options) -> list[Measured]:
     """The protocols of `options` that need images, for each label in turn."""
     names = choose_labels(train, test, options.labels)  # complains before any work
-    data = [(i.fingerprint, len(i), *(i.labels[n].tobytes() for n in names)) for i in (train, test)]
+    data = [cache.of_images(images, names) for images in (train, test)]
     few = (
         options.few.read_bytes() if isinstance(options.few, Path) and options.few.exists() else b""
     )
@@ -133,7 +133,7 @@ def _kept(
         return answer()
     # Where something is computed changes no more than rounding.
     asked = tuple(dataclasses.replace(a, device="") if isinstance(a, Options) else a for a in asked)
-    key = cache.key(cache.of_code(), cache.of_encoder(encoder), *asked)
+    key = cache.key(cache.of_code("evals", "data"), cache.of_encoder(encoder), *asked)
     if kept := cache.load("answers", key):
         tensors, text = kept
         return [
