@@ -114,6 +114,14 @@ def test_images_in_memory_are_checked_by_their_pixels() -> None:
     assert report.kinds == {"pixels": 7}
 
 
+def test_labels_may_be_any_numbers() -> None:
+    images = NoiseImages(8)
+    hidden, ids = [-1] * 6 + [4, 4], [10**15 + i for i in range(8)]
+    images.labels = {"class": np.array(hidden, np.int64), "id": np.array(ids, np.int64)}
+    report = check(images, "tiny_cpu", {"runtime.workers": 0})
+    assert report.classes == {"class": [6, 2], "id": [1] * 8}
+
+
 def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
     images = NoiseImages(8, broken=tuple(range(8)))
     report = check(images, "tiny_cpu", {"runtime.workers": 0, "data.max_bad": 1.0})

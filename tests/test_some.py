@@ -10,6 +10,7 @@ from stopmim.data.arrays import Arrays
 from stopmim.data.scenes import Scenes
 from stopmim.data.some import Some, held_out
 from stopmim.data.some import source as whole
+from stopmim.errors import DataError
 from stopmim.evals.inputs import choose_labels, middle, open_encoder
 from tiny import write_folder, write_parts
 
@@ -40,6 +41,24 @@ def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> No
     assert isinstance(whole(Some(test, [0])), Scenes)
     assert choose_labels(fit, test, ()) == choose_labels(Scenes(8, 24), Scenes(8, 24), ())
     assert middle(open_encoder("random:vit_micro8@24"), test).resize == 24
+
+
+def test_beside_a_class_other_numbers_are_asked_about_only_by_name() -> None:
+    images = source([2, 2])
+    images.labels = {"width": np.array([5, 6, 7, 8]), **images.labels}
+    assert choose_labels(images, images, ()) == ["class"]
+    assert choose_labels(images, images, ("width",)) == ["width"]
+    del images.labels["class"]
+    assert choose_labels(images, images, ()) == ["width"]
+
+
+def test_hidden_labels_are_refused_by_name() -> None:
+    images, hidden = source([2, 2]), source([2, 2])
+    hidden.labels = {"class": np.array([0, -1, -1, -1])}
+    with pytest.raises(DataError, match=r"^class: 3 of 4 test images .* below zero"):
+        choose_labels(images, hidden, ())
+    with pytest.raises(DataError, match=r"^class: 3 of 4 training images .* below zero"):
+        choose_labels(hidden, images, ())
 
 
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:

@@ -245,7 +245,11 @@ def _report(source: str, preset: str, config: Config, images: Images, limit: int
         sides=[min(look.height, look.width) for _, look in good],
         kinds=Counter(look.kind for _, look in good),
         copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
-        classes={name: np.bincount(label).tolist() for name, label in images.labels.items()},
+        # Not bincount: a label may be any number, as -1 or the id of an image.
+        classes={
+            name: np.unique(label, return_counts=True)[1].tolist()
+            for name, label in images.labels.items()
+        },
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 1  # of what is stored: another one is never read
+VERSION = 2  # of what is stored: another one is never read
 
 WORTH_IT = 10_000  # images: the index of a smaller source is made anew each time
 
