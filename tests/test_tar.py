@@ -142,6 +142,21 @@ def test_the_fingerprint_knows_shards_and_members_and_not_the_place(tmp_path: Pa
     assert len(others | {one}) == 5
 
 
+def test_shards_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
+    paths = [shard(tmp_path / folder / "0.tar", 0, 1) for folder in ("a", "b/c")]
+    paths.append(shard(tmp_path / "b" / "1.tar", 0, 1))
+    expected = ["a/0.tar/000000.jpg", "b/c/0.tar/000000.jpg", "b/1.tar/000000.jpg"]
+    assert names(Tar([str(path) for path in paths])) == expected
+    assert names(Tar([str(path) for path in paths[1:]])) == [
+        "0.tar/000000.jpg",
+        "1.tar/000000.jpg",
+    ]
+    os.truncate(paths[1], 100)
+    images = Tar([str(path) for path in paths])
+    assert names(images) == [expected[0], expected[2]]
+    assert images.unreadable[0].startswith("b/c/0.tar: ")
+
+
 def test_words_in_the_names_of_shards_are_splits(tmp_path: Path) -> None:
     shard(tmp_path / "imagenet1k-train-0000.tar", 0, 4)
     shard(tmp_path / "imagenet1k-train-0001.tar", 4, 4)

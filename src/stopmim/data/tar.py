@@ -18,7 +18,7 @@ import numpy as np
 
 from stopmim.data import cache
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.folder import EXTENSIONS, MAX_BYTES, printable
+from stopmim.data.folder import EXTENSIONS, MAX_BYTES, file_names, printable
 from stopmim.data.names import Names
 from stopmim.errors import DataError
 
@@ -75,6 +75,7 @@ class Tar:
 
     def __init__(self, shards: Sequence[str]) -> None:
         self.shards = [os.path.abspath(shard) for shard in shards]
+        self._shard_names = file_names(self.shards)
         key = b"\0".join(map(os.fsencode, self.shards))
         began, state = time.time_ns(), _state(self.shards)
         index = cache.load("tar", key)
@@ -118,7 +119,7 @@ class Tar:
 
     def name(self, i: int) -> str:
         """Shard and member."""
-        return f"{_name(self.shards[self._shard(i)])}/{printable(self._names[i])}"
+        return f"{self._shard_names[self._shard(i)]}/{printable(self._names[i])}"
 
     def _shard(self, i: int) -> int:
         return int(np.searchsorted(self.chunks, i, side="right")) - 1
@@ -130,9 +131,9 @@ class Tar:
         names = Names.of([sample.name for sample in samples])
         labels = [sample.label for sample in samples if sample.label is not None]
         lost = [
-            f"{_name(s)}: {what}"
-            for s, (_, what, _) in zip(self.shards, found, strict=True)
-            if what
+            f"{name}: {shard.problem}"
+            for name, shard in zip(self._shard_names, found, strict=True)
+            if shard.problem
         ]
         digest = hashlib.sha256()
         for path, (shard, _, _) in zip(self.shards, found, strict=True):
@@ -150,10 +151,6 @@ class Tar:
             "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
             "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
         }
-
-
-def _name(shard: str) -> str:
-    return printable(os.path.basename(shard))
 
 
 def _state(shards: Sequence[str]) -> np.ndarray:
