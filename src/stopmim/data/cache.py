@@ -56,7 +56,10 @@ def folder() -> Path | None:
     own = os.environ.get("STOPMIM_CACHE")
     if own is not None:
         return Path(own) if own else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def _path(kind: str, key: bytes) -> Path | None:
