@@ -163,6 +163,17 @@ def test_the_place_follows_the_rules_of_the_desktop(
     assert found["a"].tolist() == [0, 1, 2]
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("STOPMIM_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    cache.store("kind", b"key", {"a": np.arange(3)})
+    assert cache.load("kind", b"key") is None
+
+
 def test_shards_are_walked_once_and_again_when_they_change(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """`stopmim check`, and the list with which a run leaves broken images out."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from stopmim.cli import main
 from stopmim.data import open_images
 from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
 from stopmim.errors import DataError
+from stopmim.run import append_jsonl, read_jsonl
 from test_decode import encoded, picture
 from tiny import NoiseImages, assert_same_run, tiny, write_folder, write_parts
 
@@ -112,6 +114,14 @@ def test_images_in_memory_are_checked_by_their_pixels() -> None:
     assert report.bad == [("noise 3", "broken on purpose")]
     assert report.copies == [["noise 1", "noise 5"]]
     assert report.kinds == {"pixels": 7}
+
+
+def test_labels_may_be_any_numbers() -> None:
+    images = NoiseImages(8)
+    hidden, ids = [-1] * 6 + [4, 4], [10**15 + i for i in range(8)]
+    images.labels = {"class": np.array(hidden, np.int64), "id": np.array(ids, np.int64)}
+    report = check(images, "tiny_cpu", {"runtime.workers": 0})
+    assert report.classes == {"class": [6, 2], "id": [1] * 8}
 
 
 def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
@@ -240,6 +250,49 @@ def test_an_entry_is_left_out_of_its_own_part_though_the_other_has_the_name(
     assert left_out({"name": one}, {"name": two}) == [{one}, {two}]  # there is but one of that name
     with pytest.raises(DataError, match="names none of the 55 images"):
         left_out({"name": "gone"})
+
+
+def test_an_empty_list_leaves_nothing_out(tmp_path: Path) -> None:
+    fixes, images = tmp_path / "fixes.jsonl", NoiseImages()
+    check(images, "tiny_cpu", {"runtime.workers": 0}, fix_list=fixes)
+    assert without_skipped(images, fixes) is images
+    assert both_without_skipped(images, images, fixes) == (images, images)
+
+
+def test_a_list_that_is_read_is_not_written_over(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixes, link = tmp_path / "fixes.jsonl", tmp_path / "link.jsonl"
+    fixes.write_text('{"name": "a/cut.jpg"}\n')
+    link.symlink_to(fixes)
+    assert main(["check", str(folder), "--data.skip", str(link), "--fix-list", str(fixes)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stopmim: error: --fix-list {fixes}: data.skip reads this list")
+    assert read_list(fixes) == {"a/cut.jpg"}
+
+
+def test_a_torn_line_costs_neither_the_line_after_it_nor_the_list(tmp_path: Path) -> None:
+    file, lines = tmp_path / "bad_files.jsonl", [{"name": f"noise {i}"} for i in range(3)]
+    whole = json.dumps(lines[1])
+    append_jsonl(file, lines[0])
+    for end in range(1, len(whole)):
+        file.write_text(json.dumps(lines[0]) + "\n" + whole[:end])
+        assert read_list(file) == {"noise 0"}
+        append_jsonl(file, lines[2])
+        assert list(read_jsonl(file)) == [lines[0], lines[2]]
+        assert read_list(file) == {"noise 0", "noise 2"}
+    append_jsonl(file, lines[1])
+    assert len(file.read_text().splitlines()) == 4  # no empty line after one that is whole
+
+
+def test_a_folder_whose_name_is_no_text_is_named_in_a_printable_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_folder(tmp_path / "images").rename(tmp_path / os.fsdecode(b"im\xffges"))
+    assert main(["check", str(root), "--preset", "tiny_cpu", "--optim.batch_size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "im\\udcffges" in out.splitlines()[0]
+    out.encode()
 
 
 def test_another_list_is_another_data_set(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import TextColumn
 
 from stopmim.cli import main, split_changes
+from stopmim.console import Ticker, say
 from stopmim.presets import PRESETS
 from tiny import write_folder
 
@@ -116,6 +118,31 @@ def test_config_keys_may_stand_anywhere_in_any_spelling() -> None:
         "image_size": 48,
         "masking.target_scale": [0.1, 0.2],
     }
+
+
+@pytest.mark.parametrize("text", ["runs/first #2", "2024", "a: b.jsonl", "@x", '"q"', "[x", "~"])
+def test_a_key_that_is_text_is_taken_as_typed(text: str) -> None:
+    for key in ("init", "data.skip", "arch"):
+        assert split_changes(["pretrain", f"--{key}", text])[1] == {key: text}
+        assert split_changes(["pretrain", f"--{key}={text}", "D"]) == (
+            ["pretrain", "D"],
+            {key: text},
+        )
+    assert split_changes(["--init", "null"])[1] == {"init": None}
+    assert split_changes(["--seed", "2024"])[1] == {"seed": 2024}
+
+
+def test_a_path_with_the_name_of_an_emoji_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = "/data/a:x:b [bold]c"
+    say(path)
+    assert capsys.readouterr().err == f"{path}\n"
+    ticker = Ticker(path, 1)
+    ticker.update(1, path)
+    live = [column for column in ticker.bar.columns if isinstance(column, TextColumn)]
+    shown = [column.render(ticker.bar.tasks[0]).plain for column in live]
+    assert shown == [path, "left", path]
 
 
 def test_pretrain_trains_and_says_where_the_checkpoint_is(

@@ -202,3 +202,12 @@ def test_without_pyarrow_one_line_names_the_extra(
     said = capsys.readouterr().err
     assert 'pip install "stopmim[shards]"' in said
     assert len(said.splitlines()) == 1
+
+
+def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
+    files = [str(write(tmp_path / f"{folder}/0.parquet", 0, 1)) for folder in "abc"]
+    Path(files[1]).write_bytes(b"junk")
+    images = Parquet(files)
+    assert [images.name(i) for i in range(2)] == ["a/0.parquet row 0", "c/0.parquet row 0"]
+    assert images.unreadable[0].startswith("b/0.parquet: ")
+    assert Parquet(files[:1]).name(0) == "0.parquet row 0"

@@ -122,6 +122,27 @@ def test_a_job_is_submitted_and_named(notes: Path, capsys: pytest.CaptureFixture
     assert f"#SBATCH --output={out}/slurm-%j.log" in (notes / "script").read_text()
 
 
+def test_text_reaches_the_job_as_it_was_typed(
+    notes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["--init", 'runs/first #2 "a"', "--data.skip", "a: b.jsonl", "--runtime.device", "cpu"]
+    assert main([*WORDS, *typed, "--out", "x", "--slurm", "1x1", "--dry-run"]) == 0
+    (notes / "job.sh").write_text(capsys.readouterr().out)
+    subprocess.run(["bash", str(notes / "job.sh")], check=True)
+    words = (notes / "words0").read_text().splitlines()
+    assert split_changes(words)[1] == split_changes([*WORDS, *typed])[1]
+    assert split_changes(words)[1]["init"] == 'runs/first #2 "a"'
+
+
+def test_a_log_that_has_no_place_is_one_line(
+    notes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (notes / "file").touch()
+    assert main([*WORDS, "--out", str(notes / "file"), "--slurm", "1x8"]) == 5
+    assert f"{notes / 'file'}: cannot write here: File exists" in capsys.readouterr().err
+    assert not (notes / "script").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -10,6 +10,7 @@ from stopmim.data.arrays import Arrays
 from stopmim.data.scenes import Scenes
 from stopmim.data.some import Some, held_out
 from stopmim.data.some import source as whole
+from stopmim.errors import DataError
 from stopmim.evals.inputs import choose_labels, middle, open_encoder
 from tiny import write_folder, write_parts
 
@@ -42,6 +43,24 @@ def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> No
     assert middle(open_encoder("random:vit_micro8@24"), test).resize == 24
 
 
+def test_beside_a_class_other_numbers_are_asked_about_only_by_name() -> None:
+    images = source([2, 2])
+    images.labels = {"width": np.array([5, 6, 7, 8]), **images.labels}
+    assert choose_labels(images, images, ()) == ["class"]
+    assert choose_labels(images, images, ("width",)) == ["width"]
+    del images.labels["class"]
+    assert choose_labels(images, images, ()) == ["width"]
+
+
+def test_hidden_labels_are_refused_by_name() -> None:
+    images, hidden = source([2, 2]), source([2, 2])
+    hidden.labels = {"class": np.array([0, -1, -1, -1])}
+    with pytest.raises(DataError, match=r"^class: 3 of 4 test images .* below zero"):
+        choose_labels(images, hidden, ())
+    with pytest.raises(DataError, match=r"^class: 3 of 4 training images .* below zero"):
+        choose_labels(hidden, images, ())
+
+
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
     images = source([10, 20, 3, 1])
     fit, test = held_out(images, 0.2, seed=0)
@@ -51,6 +70,13 @@ def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> 
     for part in (fit, test):
         assert [images.labels["class"][v] for v in values(part)] == part.labels["class"].tolist()
     assert fit.fingerprint != test.fingerprint
+
+
+def test_a_source_is_split_by_its_classes_and_not_by_other_numbers() -> None:
+    images = source([10, 20])
+    images.labels = {"area": np.arange(30), **images.labels}
+    _, test = held_out(images, 0.2, seed=0)
+    assert np.bincount(test.labels["class"]).tolist() == [2, 4]
 
 
 def test_no_class_is_tested_whole_and_the_seed_decides_who_is() -> None:

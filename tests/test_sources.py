@@ -66,6 +66,27 @@ def test_a_class_that_was_never_trained_is_refused(tmp_path: Path) -> None:
         open_images(tmp_path, "test")
 
 
+@pytest.mark.parametrize(
+    "entry", ["._0.jpg", "folder.jpg/", "again -> bee", "all -> .", "deep -> bee/deep", "out -> /o"]
+)
+def test_classes_for_a_test_part_are_those_of_training(tmp_path: Path, entry: str) -> None:
+    root = tmp_path / "train"
+    (tmp_path / "o").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "o" / "0.png")
+    for folder in ("ant", "bee/deep"):
+        (root / folder).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(root / folder / "0.png")
+    name, link, target = entry.partition(" -> ")
+    if link:
+        (root / name).symlink_to(target.replace("/o", str(tmp_path / "o")))
+    elif name.endswith("/"):
+        (root / name).mkdir()
+    else:
+        (root / name).write_bytes(b"macOS")
+    expected = ["ant", "bee"] + ["out"] * (name == "out")
+    assert class_folders(root) == Folder(root).classes == expected
+
+
 def test_class_folders_called_train_and_bus_are_classes(tmp_path: Path) -> None:
     put(tmp_path, "train/1.png", "bus/2.png", "test/3.png")
     images = open_images(tmp_path)

@@ -107,6 +107,13 @@ def test_a_sample_has_one_image_and_masks_are_not_images(tmp_path: Path) -> None
     assert values(images) == [1, 2, 3, 4, 5]  # none of a run without a plain name is lost
 
 
+def test_names_that_differ_in_case_are_two_samples(tmp_path: Path) -> None:
+    files = [("Ab.JPG", png(1)), ("Ab.CLS", b"1"), ("ab.jpg", png(2)), ("ab.cls", b"2")]
+    images = Tar([str(write(tmp_path / "a.tar", files))])
+    assert values(images) == [1, 2]
+    assert images.labels["class"].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_and_foreign_names_are_read_in_every_format(tmp_path: Path, form: int) -> None:
     long = "folder/" * 12 + "n" * 90
@@ -133,6 +140,21 @@ def test_the_fingerprint_knows_shards_and_members_and_not_the_place(tmp_path: Pa
         of("6", "s.tar", [("c.jpg", png(1)), files[1]]),
     }
     assert len(others | {one}) == 5
+
+
+def test_shards_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
+    paths = [shard(tmp_path / folder / "0.tar", 0, 1) for folder in ("a", "b/c")]
+    paths.append(shard(tmp_path / "b" / "1.tar", 0, 1))
+    expected = ["a/0.tar/000000.jpg", "b/c/0.tar/000000.jpg", "b/1.tar/000000.jpg"]
+    assert names(Tar([str(path) for path in paths])) == expected
+    assert names(Tar([str(path) for path in paths[1:]])) == [
+        "0.tar/000000.jpg",
+        "1.tar/000000.jpg",
+    ]
+    os.truncate(paths[1], 100)
+    images = Tar([str(path) for path in paths])
+    assert names(images) == [expected[0], expected[2]]
+    assert images.unreadable[0].startswith("b/c/0.tar: ")
 
 
 def test_words_in_the_names_of_shards_are_splits(tmp_path: Path) -> None:
@@ -180,6 +202,24 @@ def test_what_lies_before_a_cut_is_kept_and_the_shard_is_named(tmp_path: Path) -
         assert abs(kept - cut / end * 10) <= 1
         assert len(images.unreadable) == 1
         assert images.unreadable[0].startswith("cut.tar: ")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_cut_between_an_image_and_its_label_costs_that_image_alone(
+    tmp_path: Path, kept: int
+) -> None:
+    files = [(f"{i}.{kind}", png(i) if kind == "jpg" else b"%d" % i)
+             for i in range(3) for kind in ("jpg", "json")]  # fmt: skip
+    whole, cut = (write(tmp_path / name, files) for name in ("whole.tar", "cut.tar"))
+    images = Tar([str(cut)])
+    os.truncate(cut, int(images._at[kept]) + 512)  # all of the image, nothing of its label
+    images = Tar([str(cut), str(whole)])
+    assert values(images) == images.labels["class"].tolist() == [*range(kept), 0, 1, 2]
+    assert len(images.unreadable) == 1
+    # Without any labels there is none to be lost, and the image is used.
+    bare = write(tmp_path / "bare.tar", [file for file in files if file[0].endswith("jpg")])
+    os.truncate(bare, int(Tar([str(bare)])._at[kept]) + 512)
+    assert values(Tar([str(bare)])) == list(range(kept + 1))
 
 
 def test_a_shard_that_shrinks_or_goes_after_the_start_makes_bad_images_only(tmp_path: Path) -> None:

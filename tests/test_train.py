@@ -315,6 +315,18 @@ def test_a_directory_in_use_is_refused_and_not_touched(
     assert not (tmp_path / "run.json").exists()
 
 
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    said = r"run\.lock: cannot lock this file: No locks"
+    with pytest.raises(StorageError, match=said), claimed(tmp_path / "run"):
+        pass
+
+
 def test_what_a_killed_process_leaves_behind_does_not_keep_its_run(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time

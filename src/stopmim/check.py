@@ -18,6 +18,7 @@ from stopmim.config import Config
 from stopmim.console import Ticker, duration
 from stopmim.data import Images, default_workers, open_images
 from stopmim.data.decode import BadImageError, kind, noticed
+from stopmim.data.folder import printable
 from stopmim.data.skip import both_without_skipped, try_list, without_skipped, write_list
 from stopmim.data.sources import open_test
 from stopmim.data.workers import Watched, batches
@@ -202,6 +203,12 @@ def check(
     if fix_list is not None:
         try_list(fix_list)  # before minutes are spent
     config = configure(preset, changes)
+    skip = config.data.skip
+    if fix_list is not None and skip is not None and fix_list.resolve() == Path(skip).resolve():
+        raise UserError(
+            f"--fix-list {fix_list}: data.skip reads this list, and what it has would be lost; "
+            f"name another file"
+        )
     images, test, refused = open_images(data), None, None
     try:
         test = open_test(data)
@@ -211,7 +218,7 @@ def check(
         images = without_skipped(images, config.data.skip)
     else:
         images, test = both_without_skipped(images, test, config.data.skip)
-    name = str(data) if isinstance(data, str | Path) else "images"
+    name = printable(str(data)) if isinstance(data, str | Path) else "images"
     report = replace(_report(name, preset, config, images, limit), refused=refused)
     if test is not None:
         part = _report(f"{name}, test part", preset, config, test, limit)
@@ -245,7 +252,11 @@ def _report(source: str, preset: str, config: Config, images: Images, limit: int
         sides=[min(look.height, look.width) for _, look in good],
         kinds=Counter(look.kind for _, look in good),
         copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
-        classes={name: np.bincount(label).tolist() for name, label in images.labels.items()},
+        # Not bincount: a label may be any number, as -1 or the id of an image.
+        classes={
+            name: np.unique(label, return_counts=True)[1].tolist()
+            for name, label in images.labels.items()
+        },
     )
 
 

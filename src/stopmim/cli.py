@@ -19,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, Suppr
 
 from stopmim._version import __version__
 from stopmim.cli_eval import Eval
-from stopmim.config import Config, Section, flatten, parse_yaml
+from stopmim.config import Config, Section, flatten, kind_of, parse_yaml, takes_text
 from stopmim.errors import DataError, RowsFailedError, UserError
 
 Changes = Suppress[dict[str, Any]]
@@ -511,7 +511,7 @@ def _no_such_command(words: list[str], names: list[str]) -> str:
 
 def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Takes the options that are config keys (``--optim.lr 1e-3``) out of the command line."""
-    rest, changes, words = [], {}, list(words)
+    rest, changes, words = list[str](), dict[str, Any](), list(words)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -526,6 +526,9 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
                 break
         if not values:
             raise UserError(f"--{name}: a value is missing")
+        if takes_text(key) and values[0] != "null":
+            changes[key] = values[0]  # as YAML, "runs/first #2" would end before the #
+            continue
         parsed = [parse_yaml(v, f"--{name}") for v in values]
         changes[key] = parsed if _arity(key) == 2 and len(parsed) == 2 else parsed[0]
     return rest, changes
@@ -539,13 +542,7 @@ def _is_value(key: str) -> bool:
 
 def _arity(key: str) -> int:
     """How many words a config key takes: two for a pair, as ``--optim.ema 0.996 1``."""
-    node: Any = Config
-    for name in key.split("."):
-        if not (isinstance(node, type) and issubclass(node, Section)):
-            return 1
-        field_info = node.model_fields.get(name)
-        node = field_info.annotation if field_info else None
-    return 2 if get_origin(node) is tuple else 1
+    return 2 if get_origin(kind_of(key)) is tuple else 1
 
 
 def printable(text: str) -> str:

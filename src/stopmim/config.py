@@ -352,6 +352,22 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}: nested too deeply") from None
 
 
+def kind_of(key: str) -> Any:
+    """The type of the values of a dotted key; None if there is no such key."""
+    node: Any = Config
+    for name in key.split("."):
+        if not (isinstance(node, type) and issubclass(node, Section)):
+            return None
+        field_info = node.model_fields.get(name)
+        node = field_info.annotation if field_info else None
+    return node
+
+
+def takes_text(key: str) -> bool:
+    """Whether a value of this key is any text, as a path, and so is no YAML in a command line."""
+    return kind_of(key) in (str, str | None)
+
+
 def to_yaml(config: Section, indent: str = "") -> str:
     """`config` as a YAML file that `from_yaml` reads back, every key with its meaning."""
     lines = []

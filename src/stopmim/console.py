@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, emoji=False)
 
 QUIET_SECONDS = 10.0  # between two plain lines, so that a log file stays short
 
@@ -27,13 +27,13 @@ class Ticker:
         self.begin = self.last_line = time.monotonic()
         self.live = console.is_terminal
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=console,
             transient=True,
             disable=not self.live,

@@ -117,6 +117,10 @@ def claimed(path: Path) -> Iterator[None]:
             raise RunInUseError(
                 f"{path}: in use by {owner}; wait for it or choose another --out"
             ) from None
+        except OSError as error:  # a file system without locks
+            raise StorageError(
+                f"{lock}: cannot lock this file: {error.strerror}; choose an --out elsewhere"
+            ) from None
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
         handle.flush()
@@ -236,8 +240,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def append_jsonl(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with path.open("ab+") as file:
+        # A full disk may have torn the last line: this one is not to be lost with it.
+        at = file.seek(0, os.SEEK_END)
+        file.seek(max(0, at - 1))
+        begin = "" if file.read() in (b"", b"\n") else "\n"
+        file.write(f"{begin}{json.dumps(line)}\n".encode())
 
 
 def write_whole(path: Path, text: str) -> None:

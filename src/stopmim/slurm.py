@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stopmim.config import takes_text
 from stopmim.data import shares
-from stopmim.errors import ResourceError, UserError
+from stopmim.errors import ResourceError, StorageError, UserError
 from stopmim.plan import configure
 
 GRACE = 120  # seconds before the time limit at which the run is told to save and end
@@ -64,7 +65,8 @@ def script(
     words = [sys.executable, "-m", "stopmim", "pretrain", data, "--preset", preset]
     words += ["--out", str(out)]
     for key, value in changes.items():
-        words += [f"--{key}", json.dumps(value)]
+        is_text = isinstance(value, str) and takes_text(key)
+        words += [f"--{key}", value if is_text else json.dumps(value)]
     return SCRIPT.format(
         name=shlex.quote(f"stopmim-{out.name}"),
         nodes=nodes,
@@ -78,7 +80,10 @@ def script(
 
 def submit(text: str, out: Path) -> str:
     """Gives the script to sbatch; returns the number of the job."""
-    out.mkdir(parents=True, exist_ok=True)  # SLURM does not make the folder of a log
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # SLURM does not make the folder of a log
+    except OSError as error:
+        raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False

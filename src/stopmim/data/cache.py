@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 1  # of what is stored: another one is never read
+VERSION = 2  # of what is stored: another one is never read
 
 WORTH_IT = 10_000  # images: the index of a smaller source is made anew each time
 
@@ -56,7 +56,10 @@ def folder() -> Path | None:
     own = os.environ.get("STOPMIM_CACHE")
     if own is not None:
         return Path(own) if own else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stopmim"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def _path(kind: str, key: bytes) -> Path | None:

@@ -34,6 +34,18 @@ def printable(path: str | bytes) -> str:
     )
 
 
+def file_names(paths: Sequence[str]) -> list[str]:
+    """What to call each of these files: its base name, as `printable` writes it.
+
+    If two have the same, all are called by their paths below the folder that they are all in.
+    """
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.relpath(path, common) for path in paths]
+    return [printable(name) for name in names]
+
+
 class Files:
     """Image files with given paths below `root`.
 
@@ -235,10 +247,21 @@ def subfolders(root: bytes) -> list[bytes]:
 def class_folders(root: Path | str) -> list[str]:
     """What `Folder(root).classes` would be, without looking at every file."""
     place = os.fsencode(os.path.abspath(root))
-    found = [name for name in subfolders(place) if holds_images(place + b"/" + name)]
-    if len(found) < 2 or any(name.lower().endswith(SUFFIXES) for name in os.listdir(place)):
+    folders = subfolders(place)
+    if any(os.path.islink(place + b"/" + name) for name in folders):
+        # What a link leads to may count elsewhere: only a look at every folder tells.
+        found = list(_classes(list(scan(place + b"/", {}, [])))[0])
+    else:
+        found = [name for name in folders if holds_images(place + b"/" + name)]
+    if len(found) < 2 or any(_is_image(place, name) for name in os.listdir(place)):
         return []
     return [printable(name) for name in found]
+
+
+def _is_image(folder: bytes, name: bytes) -> bool:
+    """Whether `scan` would find this in `folder`."""
+    is_named_so = name.lower().endswith(SUFFIXES) and not name.startswith(b".")
+    return is_named_so and os.path.isfile(folder + b"/" + name)
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from stopmim.data.arrays import label_name
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.folder import printable
+from stopmim.data.folder import file_names, printable
 from stopmim.errors import DataError, UserError
 
 CACHE_BYTES = 2**28  # of row groups, in each process; at least one is kept
@@ -47,16 +47,18 @@ class Parquet:
         self.files, self.unreadable = list[str](), list[str]()
         self._cached: OrderedDict[int, Any] = OrderedDict()
         found, digest = list[Contents](), hashlib.sha256()
-        for path in map(os.path.abspath, files):
-            base = os.path.basename(path)
+        paths = [os.path.abspath(file) for file in files]
+        self._file_names = list[str]()
+        for path, name in zip(paths, file_names(paths), strict=True):
             try:
                 contents, size = _look(path), os.stat(path).st_size
             except (arrow.ArrowException, OSError) as error:
-                self.unreadable.append(f"{printable(base)}: {_reason(error)}")
+                self.unreadable.append(f"{name}: {_reason(error)}")
                 continue
             found.append(contents)
             self.files.append(path)
-            digest.update(b"%b\0%d\n" % (os.fsencode(base), size))
+            self._file_names.append(name)
+            digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for group in contents.groups:
                 digest.update(b"%d %d\n" % group)
         groups = [(f, g) for f, one in enumerate(found) for g in range(len(one.groups))]
@@ -98,7 +100,7 @@ class Parquet:
         """File and row."""
         file = self._groups[self._group(i), 0]
         first = np.searchsorted(self._groups[:, 0], file)  # row group of this file
-        return f"{printable(os.path.basename(self.files[file]))} row {i - self.chunks[first]}"
+        return f"{self._file_names[file]} row {i - self.chunks[first]}"
 
     def _group(self, i: int) -> int:
         if not 0 <= i < len(self):

@@ -11,6 +11,8 @@ from stopmim.data.images import Images
 from stopmim.data.some import Some
 from stopmim.errors import DataError, StorageError, UserError
 
+_START = '{"name": "'  # of every line that is written here
+
 Bad = list[tuple[str, str]]  # name and reason of each
 
 
@@ -24,8 +26,8 @@ def without_skipped(images: Images, file: str | Path | None) -> Images:
     if file is None:
         return images
     names = read_list(Path(file))
-    if not names and read_list(Path(file), "test"):
-        return images  # only images to test on are broken
+    if not names:
+        return images  # none is broken, or only some to test on
     return _checked(file, (images,), (names,))[0]
 
 
@@ -50,7 +52,7 @@ def _checked(
 ) -> list[Images]:
     rest = [without(images, left_out) for images, left_out in zip(parts, names, strict=True)]
     total = sum(map(len, parts))
-    if sum(map(len, rest)) == total:
+    if any(names) and sum(map(len, rest)) == total:
         raise DataError(f"{file}: names none of the {total} images; is it the right list?")
     for images, left in zip(parts, rest, strict=True):
         if not len(left):
@@ -63,10 +65,13 @@ def _checked(
 
 
 def read_list(file: Path, part: str = "train") -> set[str]:
-    """The names in a list of JSON lines that are of `part`; a line without one is of train."""
+    """The names in a list of JSON lines that are of `part`; a line without one is of train.
+
+    A line that a full disk or a kill has torn is passed over.
+    """
     try:
         text = file.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in text.splitlines() if line.strip() and not _torn(line)]
         return {str(line["name"]) for line in lines if line.get("part", "train") == part}
     except OSError as error:
         raise DataError(f"{file}: cannot read this list of images: {error.strerror}") from None
@@ -74,6 +79,17 @@ def read_list(file: Path, part: str = "train") -> set[str]:
         raise DataError(
             f'{file}: not a list of images: expected lines as {{"name": ...}}'
         ) from None
+
+
+def _torn(line: str) -> bool:
+    """Whether this is the beginning of a line as it is written here, and not all of it."""
+    if line[: len(_START)] != _START[: len(line)]:
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def try_list(file: Path) -> None:

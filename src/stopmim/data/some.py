@@ -42,9 +42,11 @@ def source(images: Images) -> Images:
 def held_out(images: Images, share: float, seed: int) -> tuple[Some, Some]:
     """Images to fit on and images to test on: `share` of each class, but neither none nor all.
 
-    A class of one image is in the first part. Classes are those of the first label there is.
+    A class of one image is in the first part. Classes are those of "class", or of the first label
+    there is.
     """
-    label = next(iter(images.labels.values()), np.zeros(len(images), np.int64))
+    none = np.zeros(len(images), np.int64)
+    label = images.labels.get("class", next(iter(images.labels.values()), none))
     rng = numpy_generator("hold out", seed)
     tested = np.zeros(len(images), bool)
     for one in np.unique(label):

@@ -18,7 +18,7 @@ import numpy as np
 
 from stopmim.data import cache
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.folder import EXTENSIONS, MAX_BYTES, printable
+from stopmim.data.folder import EXTENSIONS, MAX_BYTES, file_names, printable
 from stopmim.data.names import Names
 from stopmim.errors import DataError
 
@@ -50,6 +50,12 @@ class Sample(NamedTuple):
     label: int | None
 
 
+class Shard(NamedTuple):
+    samples: list[Sample]
+    problem: str  # what is wrong with it; empty: nothing
+    torn: int  # samples at its end whose label may lie beyond the damage
+
+
 class Tar:
     """The images of tar shards, in the order of the shards and of the members in them.
 
@@ -69,6 +75,7 @@ class Tar:
 
     def __init__(self, shards: Sequence[str]) -> None:
         self.shards = [os.path.abspath(shard) for shard in shards]
+        self._shard_names = file_names(self.shards)
         key = b"\0".join(map(os.fsencode, self.shards))
         began, state = time.time_ns(), _state(self.shards)
         index = cache.load("tar", key)
@@ -112,22 +119,24 @@ class Tar:
 
     def name(self, i: int) -> str:
         """Shard and member."""
-        return f"{_name(self.shards[self._shard(i)])}/{printable(self._names[i])}"
+        return f"{self._shard_names[self._shard(i)]}/{printable(self._names[i])}"
 
     def _shard(self, i: int) -> int:
         return int(np.searchsorted(self.chunks, i, side="right")) - 1
 
     def _index(self) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # waiting for a disk is most of the work
-            found = list(pool.map(_samples, self.shards))
-        samples = [sample for shard, _ in found for sample in shard]
+            found = _labelled(list(pool.map(_samples, self.shards)))
+        samples = [sample for shard, _, _ in found for sample in shard]
         names = Names.of([sample.name for sample in samples])
         labels = [sample.label for sample in samples if sample.label is not None]
         lost = [
-            f"{_name(s)}: {what}" for s, (_, what) in zip(self.shards, found, strict=True) if what
+            f"{name}: {shard.problem}"
+            for name, shard in zip(self._shard_names, found, strict=True)
+            if shard.problem
         ]
         digest = hashlib.sha256()
-        for path, (shard, _) in zip(self.shards, found, strict=True):
+        for path, (shard, _, _) in zip(self.shards, found, strict=True):
             size = os.stat(path).st_size if os.path.exists(path) else -1
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for sample in shard:
@@ -138,14 +147,10 @@ class Tar:
             "at": np.array([sample.at for sample in samples], np.int64),
             "size": np.array([sample.size for sample in samples], np.int64),
             "label": np.array(labels if len(labels) == len(samples) else [], np.int64),
-            "chunks": np.cumsum([0, *(len(shard) for shard, _ in found)]),
+            "chunks": np.cumsum([0, *(len(shard) for shard, _, _ in found)]),
             "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
             "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
         }
-
-
-def _name(shard: str) -> str:
-    return printable(os.path.basename(shard))
 
 
 def _state(shards: Sequence[str]) -> np.ndarray:
@@ -160,8 +165,14 @@ def _state(shards: Sequence[str]) -> np.ndarray:
     return np.array(state, np.int64)
 
 
-def _samples(path: str) -> tuple[list[Sample], str]:
-    """The samples of a shard, and what is wrong with it."""
+def _labelled(found: list[Shard]) -> list[Shard]:
+    """`found` less the samples that damage cut off from their labels, if no other lacks one."""
+    whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
+    labels = [sample.label for shard in whole for sample in shard.samples]
+    return whole if labels and None not in labels else found
+
+
+def _samples(path: str) -> Shard:
     found = list[Sample]()
     key, images, label = (b"", b""), list[tuple[Member, bool]](), None
 
@@ -176,11 +187,12 @@ def _samples(path: str) -> tuple[list[Sample], str]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for ever
     except OSError as error:
-        return found, error.strerror or type(error).__name__
+        return Shard(found, error.strerror or type(error).__name__, 0)
     try:
         for member in walk(file):
             folder, _, base = member.name.rpartition(b"/")
-            stem, _, extension = base.lower().partition(b".")
+            stem, _, extension = base.partition(b".")
+            extension = extension.lower()
             if not stem:
                 continue  # hidden
             if (folder, stem) != key:
@@ -194,8 +206,9 @@ def _samples(path: str) -> tuple[list[Sample], str]:
         problem = str(error)
     finally:
         os.close(file)
+    before = len(found)
     flush()
-    return found, problem
+    return Shard(found, problem, len(found) - before if problem and label is None else 0)
 
 
 def _label(file: int, member: Member, *, is_json: bool, known: int | None) -> int | None:

@@ -121,10 +121,19 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
     if not common:
         raise DataError("eval: the images have no labels: put them in one folder per class")
     if not wanted:
-        wanted = [n for n in common if n in QUESTIONS or not isinstance(source(train), Scenes)]
+        if isinstance(source(train), Scenes):
+            wanted = [name for name in common if name in QUESTIONS]
+        else:  # beside a class, other numbers are facts about the file, as its width
+            wanted = ["class"] if "class" in common else common
     for name in wanted:
         if name not in common:
             raise UserError(f"--label {name}: no such label; there is {', '.join(common)}")
+        for part, images in (("training", train), ("test", test)):
+            if hidden := int((images.labels[name] < 0).sum()):
+                raise DataError(
+                    f"{name}: {hidden} of {len(images)} {part} images have a label below zero, "
+                    f"which stands for a label that is not told"
+                )
         first = int(train.labels[name][0])
         if (train.labels[name] == first).all():
             raise DataError(
