@@ -314,8 +314,8 @@ def tiny_cpu_mae() -> Config:
     ``stopmim pretrain scenes:4096:48 --preset tiny_cpu_mae --out runs/tiny-mae``
 
     Cost: about two minutes. Expect linear accuracy some 16 points above random init for distance
-    and 2 for shape and counting (one run, on the scenes it was chosen by). Pixels as they are: of normed ones so
-    small a model learns next to nothing in so few updates.
+    and 2 for shape and counting (one run, on the scenes it was chosen by). Pixels as they are: of
+    normed ones so small a model learns next to nothing in so few updates.
     """
     return Config(
         arch="vit_micro6",
