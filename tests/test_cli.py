@@ -41,7 +41,11 @@ TINY = [
             'no option --batch-size; did you mean "--optim.batch_size"?',
         ),
         ("eval knn x --batch-size 8", 2, "eval: no option --batch-size; see stopmim eval --help"),
-        ("eval lowshot random:vit_micro8@48 --per-class 0", 2, "--per-class 0: at least one image"),
+        (
+            "eval lowshot random:vit_micro8@24 --data scenes:16:24 --per-class 0",
+            2,
+            "at least one image",
+        ),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
         ("inspect {tmp}/file", 4, "not a file of weights"),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),

@@ -410,6 +410,7 @@ def test_broken_images_of_every_rank_reach_the_list(tmp_path: Path) -> None:
     assert_close(Run(tmp_path / "b"), alone)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     def job(here: int) -> None:
         if here == 1:

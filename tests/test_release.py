@@ -26,6 +26,7 @@ def seconds(code: str) -> float:
     return min(float(run.stdout) for run in runs)
 
 
+@pytest.mark.slow
 def test_importing_everything_public_takes_at_most_twice_as_long_as_torch() -> None:
     torch = seconds("import torch")
     everything = "import stopmim\nfor name in stopmim.__all__: getattr(stopmim, name)"
