@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from stopmim.plan import configure
 from stopmim.recorded import Recorded
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
-from stopmim.update import Played, updater
+from stopmim.update import Part, Played, updater
 
 pytestmark = pytest.mark.gpu
 
@@ -111,11 +112,13 @@ class Trained:
         self.images = torch.randn(shape, generator=generator, device=device)
 
     def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
+        return self.make(self.prepared(step), now or rates(self.config.optim, step, 100))
+
+    def prepared(self, step: int) -> Iterator[Part]:
         (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
         cells = find_cells(self.config, step, masks.targets)
         noise = draw_noise(self.model.predictor, masks, self.part, self.config, step, self.dtype)
-        part = Batch(self.images, *masks, cells), noise
-        return self.make(iter([part]), now or rates(self.config.optim, step, 100))
+        yield Batch(self.images.clone(), *masks, cells), noise
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that an update changes, the target encoder aside."""
@@ -147,7 +150,7 @@ def test_recorded_and_compiled_training_give_the_same_losses() -> None:
 
 
 def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() -> None:
-    """The sizes take turns, so one is played back while the other is still made as usual."""
+    """The sizes take turns: one has been played back when the other is still made as usual."""
     recorded, usual = updates("auto", 12, **SEVERAL), updates("on", 12, **SEVERAL)
     torch.testing.assert_close(recorded, usual, rtol=5e-3, atol=0)
     assert recorded[0] > 1.5 * recorded[-1]  # or standing still would look the same
@@ -222,29 +225,70 @@ def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
     assert int(trained.broken) == 3  # counted from the first on
 
 
-def test_updates_go_on_where_there_is_no_memory_for_recordings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A recording keeps its 512 MiB, and the next shape needs as much: only one can have them."""
+def total(x: Tensor) -> dict[str, Tensor]:
+    """In 512 MiB."""
+    many = x[:1].repeat(2**26)
+    return {"sum": (many + many).sum()}
 
-    def total(x: Tensor) -> dict[str, Tensor]:
-        many = x[:1].repeat(2**26)  # in hand when the next 256 MiB are not there
-        return {"sum": (many + many).sum()}
 
+def test_a_call_of_a_new_shape_has_the_memory_of_the_recordings() -> None:
     recorded = Recorded(total, torch.device("cuda"))
     half, quarter = torch.full((3,), 0.5).cuda(), torch.full((4,), 0.25).cuda()
-    sums = [recorded(half)["sum"] for _ in range(4)]
-    assert recorded.recordings
-    torch.cuda.empty_cache()
-    enough = torch.cuda.memory_reserved() + 2**28 + 2**26
-    try:
-        torch.cuda.set_per_process_memory_fraction(enough / torch.cuda.mem_get_info()[1])
-        sums += [recorded(quarter)["sum"] for _ in range(4)] + [recorded(half)["sum"]]
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    sums = [recorded(x)["sum"] for x in 4 * [half] + 4 * [quarter] + [half]]
+    assert len(recorded.recordings) == 2
+    assert torch.cuda.max_memory_reserved() - before < 1.2 * 2**29
+    assert [float(x) for x in sums] == 4 * [2.0**26] + 4 * [2.0**25] + [2.0**26]
+
+
+def test_updates_go_on_where_there_is_no_memory_for_recordings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stopmim.recorded.SPARE", 2.0)  # more than any GPU has
+    recorded = Recorded(total, torch.device("cuda"))
+    half = torch.full((3,), 0.5).cuda()
+    sums = [recorded(half)["sum"] for _ in range(5)]
     assert not recorded.recordings
     assert capsys.readouterr().err.count("no memory for CUDA graphs") == 1
-    assert [float(x) for x in sums] == 4 * [2.0**26] + 4 * [2.0**25] + [2.0**26]
+    assert [float(x) for x in sums] == 5 * [2.0**26]
+
+
+def test_what_is_made_beside_a_call_waits_until_its_inputs_are_copied() -> None:
+    """Inputs are made in memory that those before have just left: too early, and they are mixed."""
+    size = 2**24
+
+    def slow(x: Tensor) -> dict[str, Tensor]:
+        y = x
+        for _ in range(40):
+            y = y * 1.0
+        return {"least": y.min(), "most": y.max()}
+
+    recorded = Recorded(slow, torch.device("cuda"))
+    found, places = [], set()
+    for i in range(30):
+        with recorded.aside():
+            x = torch.full((size,), float(i), device="cuda")
+        places.add(x.data_ptr())
+        found.append(recorded(x))
+        del x
+    assert [(float(v["least"]), float(v["most"])) for v in found] == [(i, i) for i in range(30)]
+    assert len(places) == 1  # or nothing could have gone wrong
+
+
+def test_noise_drawn_in_bfloat16_is_that_of_float32_rounded() -> None:
+    predictor = Trained("off").model.predictor
+    context, targets = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (7, 9))
+    shapes = context.expand(3, 7), targets.expand(2, 3, 9)
+
+    def drawn(dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(5)
+        noise = predictor.draw(*shapes, generator, dtype).masked
+        assert noise is not None
+        return noise
+
+    assert drawn(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(drawn(torch.bfloat16), drawn(torch.float32).bfloat16())
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

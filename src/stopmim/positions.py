@@ -121,8 +121,12 @@ class Positions(nn.Module):
         generator: torch.Generator | None = None,
         *,
         seen: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor | None:
-        """The noise of every token of `index`, for `forward`; there is none here."""
+        """The noise of every token of `index`, for `forward`; there is none here.
+
+        In `dtype` where that is a draw of float32, rounded; else in float32.
+        """
         return None
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
@@ -185,11 +189,12 @@ class StochasticPositions(Positions):
         generator: torch.Generator | None = None,
         *,
         seen: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """n_j for every token of `index`, already scaled by sqrt(sigma): (..., D), float32.
+        """n_j for every token of `index`, already scaled by sqrt(sigma): (..., D).
 
         (..., P) for ``covariance="fixed"``. For "conditioned" e_j, (..., C): the weights of the
-        `seen` context tokens in n_j. Always float32: bfloat16 has too few bits to draw in.
+        `seen` context tokens in n_j.
         """
         width, variance = project.in_features, self.sigma
         if self.covariance == "fixed":
@@ -197,7 +202,9 @@ class StochasticPositions(Positions):
         elif self.conditioned:
             width, variance = seen, self.sigma / max(1, seen)
         shape = (*index.shape, width)
-        noise = torch.empty(shape, device=index.device)
+        # A GPU draws in float32 and rounds. A CPU draws in the few bits of a bfloat16.
+        drawn = dtype if index.is_cuda else torch.float32
+        noise = torch.empty(shape, device=index.device, dtype=drawn)
         noise.normal_(0.0, math.sqrt(variance), generator=generator)
         if self.share < 1:
             chance = torch.rand(index.shape, generator=generator, device=index.device)
@@ -297,6 +304,7 @@ class JitteredPositions(Positions):
         generator: torch.Generator | None = None,
         *,
         seen: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """How far each token of `index` is moved, down and to the right: (..., 2), float32."""
         shape = (*index.shape, 2)

@@ -77,18 +77,24 @@ class Predictor(nn.Module):
         return self.predictor_embed if self.noise_embed is None else self.noise_embed
 
     def draw(
-        self, context_index: Tensor, target_index: Tensor, generator: torch.Generator | None = None
+        self,
+        context_index: Tensor,
+        target_index: Tensor,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Noise:
         """The noise of one batch, drawn outside of `forward` (a generator breaks a compiled graph).
 
-        `context_index` is (B, C), `target_index` (M, B, K).
+        `context_index` is (B, C), `target_index` (M, B, K). `dtype` as in `Positions.draw`.
         """
         masked = context = None
         if self.noisy_masked:
             seen = context_index.shape[1]
-            masked = self.positions.draw(target_index, self.noise_layer, generator, seen=seen)
+            masked = self.positions.draw(
+                target_index, self.noise_layer, generator, seen=seen, dtype=dtype
+            )
         if self.noisy_context:
-            context = self.positions.draw(context_index, self.noise_layer, generator)
+            context = self.positions.draw(context_index, self.noise_layer, generator, dtype=dtype)
         return Noise(masked, context)
 
     def forward(

@@ -7,7 +7,8 @@ they are, and what is to outlast it (weights, moments, counters) was there befor
 memory that the recordings share, and means nothing once another was played.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,7 +35,7 @@ class Recording:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def stream_of(device: torch.device) -> torch.cuda.Stream:
     """One stream for all that is made as usual or recorded: autograd remembers on which one a
     parameter was first used, and cuBLAS has memory of its own for every stream."""
     return torch.cuda.Stream(device)
@@ -44,7 +45,7 @@ class Recorded:
     """Calls `function`, in which nothing but tensors may differ from one call to the next.
 
     Its arguments are tensors, numbers (which it gets as tensors of float64) and None; it returns
-    numbers by name, each a tensor. One that runs out of memory is called again, without recordings.
+    numbers by name, each a tensor.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
@@ -54,31 +55,39 @@ class Recorded:
         self.recordings: dict[Shapes, Recording] = {}
         self.room = True  # for recordings, beside all the rest
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = _stream(device)
+        self.stream = stream_of(device)
+        self.beside = torch.cuda.Stream(device)
+        self.taken = torch.cuda.current_stream(device).record_event()  # the inputs were copied
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Where the inputs of the next call are made, while the device is busy with this one.
+
+        They are many small kernels, which leave most of a GPU idle. Nothing made elsewhere since
+        the last call may be read here.
+        """
+        here = torch.cuda.current_stream(self.device)
+        # Before that, memory that is free by now had inputs that were still to be copied.
+        self.beside.wait_event(self.taken)
+        with torch.cuda.stream(self.beside):
+            yield
+        here.wait_stream(self.beside)
 
     def __call__(self, *inputs: Tensor | float | None) -> dict[str, Tensor]:
         with torch.cuda.device(self.device):
-            try:
-                return self._call(*inputs)
-            except torch.OutOfMemoryError:
-                if not self.recordings:
-                    raise
-            # Not above: an exception keeps alive all that the failed call had in its hands.
-            self._give_up()
-            return self._call(*inputs)
-
-    def _call(self, *inputs: Tensor | float | None) -> dict[str, Tensor]:
-        held = [self._held(i, x) for i, x in enumerate(inputs)]
-        shapes = tuple(x if x is None else x.shape for x in held)
-        if shapes in self.recordings:
-            return self.recordings[shapes].play()
-        self.made[shapes] = self.made.get(shapes, 0) + 1
-        if not self.room or self.made[shapes] <= WARM:
+            held = [self._held(i, x) for i, x in enumerate(inputs)]
+            self.taken.record()
+            shapes = tuple(x if x is None else x.shape for x in held)
+            if shapes in self.recordings:
+                return self.recordings[shapes].play()
+            self.made[shapes] = self.made.get(shapes, 0) + 1
+            if self.room and self.made[shapes] > WARM:
+                self.room = self._record(shapes, held)
+                if self.room:
+                    return self.recordings[shapes].play()
+                warn("no memory for CUDA graphs beside all the rest; going on without, more slowly")
+            self._forget()
             return self._as_usual(held)
-        if not self._record(shapes, held):
-            self._give_up()
-            return self._as_usual(held)
-        return self.recordings[shapes].play()
 
     def _held(self, i: int, x: Tensor | float | None) -> Tensor | None:
         """A copy of `x`, input number `i`, where all recordings of that shape will look for it."""
@@ -93,13 +102,14 @@ class Recorded:
             self.inputs[i, shape] = torch.empty(shape, dtype=dtype, device=self.device)
         return self.inputs[i, shape]
 
-    def _give_up(self) -> None:
-        """Recordings keep all the memory they use, and nothing else can have it."""
-        warn("no memory for CUDA graphs beside all the rest; going on without them, more slowly")
-        self.room = False
-        self.recordings.clear()
-        self.inputs.clear()
-        torch.cuda.empty_cache()
+    def _forget(self) -> None:
+        """Gives memory back to a call as usual, which needs as much; recordings are soon redone."""
+        if self.recordings:
+            self.recordings.clear()
+            self.pool = (
+                torch.cuda.graph_pool_handle()
+            )  # one that has lost all its recordings is gone
+            torch.cuda.empty_cache()
 
     def _as_usual(self, held: list[Tensor | None]) -> dict[str, Tensor]:
         """Each stream waits for the other, so memory of one can be used and freed in the other."""

@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from stopmim.runtime import (
     set_threads,
     signals,
 )
-from stopmim.update import updater
+from stopmim.update import Part, updater
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
 
@@ -128,13 +129,13 @@ def draw_noise(
         # Only the shapes matter: the whole chunk is drawn, also where another part has its images.
         context = masks.context[:1].expand(last - first, -1)
         targets = masks.targets[:, :1].expand(-1, last - first, -1)
-        noise = predictor.draw(context, targets, generator)
+        noise = predictor.draw(context, targets, generator, dtype)
         own = slice(max(first, part.start) - first, min(last, part.stop) - first)
         if noise.masked is not None:
             of_masked.append(noise.masked[:, own])
         if noise.context is not None:
             of_context.append(noise.context[own])
-    # Put together first and rounded then: a kernel less for every chunk.
+    # Put together first and rounded then, if at all: a kernel less for every chunk.
     return Noise(
         torch.cat(of_masked, dim=1).to(dtype) if of_masked else None,
         torch.cat(of_context).to(dtype) if of_context else None,
@@ -254,17 +255,19 @@ def _train(
     model.train()
     watch = Watch(Run(path).metrics)
 
-    def part_of(i: int, masks: masking.Masks) -> tuple[Batch, Noise]:
-        loaded = next(batches)
-        bad.extend(loaded.bad)
-        if not loaded.images.numel():
-            bad_files.add(bad, usable=False)
-        pixels = loaded.images.to(device, non_blocking=True)
-        if change := AUGMENT.get(config.data.augmentation or "crop"):
-            pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
-        noise = draw_noise(model.predictor, masks, parts[i], config, step, amp or torch.float32)
-        cells = find_cells(config, step, masks.targets)
-        return Batch(normalise(pixels), *masks, cells), noise
+    def prepared() -> Iterator[Part]:
+        """What the update of this step is made from, part by part, when its turn comes."""
+        for part, masks in zip(parts, draw_masks(config, step, parts, device), strict=True):
+            loaded = next(batches)
+            bad.extend(loaded.bad)
+            if not loaded.images.numel():
+                bad_files.add(bad, usable=False)
+            pixels = loaded.images.to(device, non_blocking=True)
+            if change := AUGMENT.get(config.data.augmentation or "crop"):
+                pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
+            noise = draw_noise(model.predictor, masks, part, config, step, amp or torch.float32)
+            cells = find_cells(config, step, masks.targets)
+            yield Batch(normalise(pixels), *masks, cells), noise
 
     ### The loop
     with (
@@ -276,8 +279,7 @@ def _train(
         while step < total:
             now = rates(optim, step, per_epoch)
             set_sigma(model.predictor.positions, config.positions, step, per_epoch)
-            masks = draw_masks(config, step, parts, device)
-            values = update((part_of(i, part) for i, part in enumerate(masks)), now)
+            values = update(prepared(), now)
             step += 1
             faultpoint("step.end")
             examine = health is not None and (every(step, health_every) or step == total)

@@ -256,5 +256,6 @@ class Played:
     recorded: Recorded
 
     def __call__(self, parts: Iterator[Part], now: Rates[float]) -> dict[str, Tensor]:
-        ((batch, noise),) = parts
+        with self.recorded.aside():
+            ((batch, noise),) = parts
         return self.recorded(*batch, *noise, *now)
