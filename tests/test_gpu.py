@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from stopmim.plan import configure
 from stopmim.recorded import Recorded
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise, find_cells, pretrain
-from stopmim.update import Part, Played, updater
+from stopmim.update import Played, Undrawn, updater
 
 pytestmark = pytest.mark.gpu
 
@@ -114,11 +114,11 @@ class Trained:
     def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
         return self.make(self.prepared(step), now or rates(self.config.optim, step, 100))
 
-    def prepared(self, step: int) -> Iterator[Part]:
+    def prepared(self, step: int) -> Iterator[Undrawn]:
         (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
         cells = find_cells(self.config, step, masks.targets)
-        noise = draw_noise(self.model.predictor, masks, self.part, self.config, step, self.dtype)
-        yield Batch(self.images.clone(), *masks, cells), noise
+        of_part = (self.model.predictor, masks, self.part, self.config, step, self.dtype)
+        yield Batch(self.images.clone(), *masks, cells), partial(draw_noise, *of_part)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that an update changes, the target encoder aside."""

@@ -150,13 +150,14 @@ def test_the_updater_of_a_cpu_takes_rates_and_parts() -> None:
     optimizer, broken = adamw(model, OPTIM), torch.zeros(())
     make = updater(model, optimizer, config, torch.device("cpu"), n_parts=1, broken=broken)
     before = everything(model, optimizer)
-    found = make(iter([next(parts(model))]), Rates(0.0, 0.5, 1.0))
+    undrawn = [(batch, lambda: noise) for batch, noise in [next(parts(model))]]
+    found = make(iter(undrawn), Rates(0.0, 0.5, 1.0))
     assert float(found["penalty"]) > 0
     after = everything(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-3, atol=0)
-    make(iter([next(parts(model))]), Rates(0.1, 0.5, 0.5))
+    make(iter(undrawn), Rates(0.1, 0.5, 0.5))
     later = everything(model, optimizer)
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], later[name])}
     assert changed == {"encoder", "predictor", "target_encoder"}

@@ -12,8 +12,8 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from stopmim.predictor import Noise
 from stopmim.recorded import WARM, stream_of
 from stopmim.runtime import choose_device, choose_precision
 from stopmim.train import draw_masks, draw_noise
-from stopmim.update import comparison, updater
+from stopmim.update import Undrawn, comparison, updater
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -261,17 +261,13 @@ def _update(
     else:
         masks = draw_masks(config, step, parts, device)
 
+    def prepared() -> Iterator[Undrawn]:
+        for m, part in zip(masks, parts, strict=True):
+            of_part = (model.predictor, m, part, config, step, amp or torch.float32)
+            yield Batch(images, *m), partial(draw_noise, *of_part)
+
     def update() -> None:
-        make(
-            (
-                (
-                    Batch(images, *m),
-                    draw_noise(model.predictor, m, part, config, step, amp or torch.float32),
-                )
-                for m, part in zip(masks, parts, strict=True)
-            ),
-            now,
-        )
+        make(prepared(), now)
 
     return update, masks[0]
 

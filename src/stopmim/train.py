@@ -11,6 +11,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from stopmim.runtime import (
     set_threads,
     signals,
 )
-from stopmim.update import Part, updater
+from stopmim.update import Undrawn, updater
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
 
@@ -255,7 +256,7 @@ def _train(
     model.train()
     watch = Watch(Run(path).metrics)
 
-    def prepared() -> Iterator[Part]:
+    def prepared() -> Iterator[Undrawn]:
         """What the update of this step is made from, part by part, when its turn comes."""
         for part, masks in zip(parts, draw_masks(config, step, parts, device), strict=True):
             loaded = next(batches)
@@ -265,9 +266,9 @@ def _train(
             pixels = loaded.images.to(device, non_blocking=True)
             if change := AUGMENT.get(config.data.augmentation or "crop"):
                 pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
-            noise = draw_noise(model.predictor, masks, part, config, step, amp or torch.float32)
             cells = find_cells(config, step, masks.targets)
-            yield Batch(normalise(pixels), *masks, cells), noise
+            of_part = (model.predictor, masks, part, config, step, amp or torch.float32)
+            yield Batch(normalise(pixels), *masks, cells), partial(draw_noise, *of_part)
 
     ### The loop
     with (

@@ -23,6 +23,7 @@ from stopmim.recorded import Recorded
 from stopmim.runtime import choose_precision, compiled, compiles_itself
 
 Part = tuple[Batch, Noise]
+Undrawn = tuple[Batch, Callable[[], Noise]]  # a part whose noise is drawn when its turn comes
 
 # ------------------------------------------------------------------------------ the loss
 
@@ -202,7 +203,7 @@ def updater(
     scaler: torch.amp.GradScaler | None = None,
     world: World = ALONE,
     spread: nn.Module | None = None,
-) -> Callable[[Iterator[Part], Rates[float]], dict[str, Tensor]]:
+) -> Callable[[Iterator[Undrawn], Rates[float]], dict[str, Tensor]]:
     """What makes the updates of a run, from the parts of a batch and the rates of the step.
 
     Recorded if `runtime.compile` is left to us: one process on a GPU, one part, no scaler.
@@ -211,11 +212,11 @@ def updater(
     clip, penalty = config.optim.clip_grad, (config.optim.penalty_l1, config.optim.penalty_l2)
     compare = compiled(comparison(config), config, device)
 
-    def plain(parts: Iterator[Part], now: Rates[float]) -> dict[str, Tensor]:
+    def plain(parts: Iterator[Undrawn], now: Rates[float]) -> dict[str, Tensor]:
         set_rates(optimizer, now)
         return train_step(
             model,
-            parts,
+            ((batch, draw()) for batch, draw in parts),
             optimizer,
             n_parts=n_parts,
             momentum=now.momentum,
@@ -255,7 +256,8 @@ class Played:
 
     recorded: Recorded
 
-    def __call__(self, parts: Iterator[Part], now: Rates[float]) -> dict[str, Tensor]:
+    def __call__(self, parts: Iterator[Undrawn], now: Rates[float]) -> dict[str, Tensor]:
         with self.recorded.aside():
-            ((batch, noise),) = parts
-        return self.recorded(*batch, *noise, *now)
+            ((batch, draw),) = parts
+        # Not aside: it is few kernels that take a whole GPU, and would be in the way of the others.
+        return self.recorded(*batch, *draw(), *now)
