@@ -15,7 +15,7 @@ from stopmim.mim import MaskedImageModel
 from stopmim.optim import Rates, adamw, rates, set_rates, step_at
 from stopmim.plan import configure
 from stopmim.runtime import compiles_itself
-from stopmim.update import Part, recordable_step, train_step, updater
+from stopmim.update import Part, Undrawn, recordable_step, train_step, updater
 from test_mim import draw, small, small_batch
 
 # A decay and a rate so high that forgetting one, or mixing them up, cannot be missed.
@@ -150,7 +150,8 @@ def test_the_updater_of_a_cpu_takes_rates_and_parts() -> None:
     optimizer, broken = adamw(model, OPTIM), torch.zeros(())
     make = updater(model, optimizer, config, torch.device("cpu"), n_parts=1, broken=broken)
     before = everything(model, optimizer)
-    undrawn = [(batch, lambda: noise) for batch, noise in [next(parts(model))]]
+    batch, noise = next(parts(model))
+    undrawn: list[Undrawn] = [(batch, lambda: noise)]
     found = make(iter(undrawn), Rates(0.0, 0.5, 1.0))
     assert float(found["penalty"]) > 0
     after = everything(model, optimizer)
