@@ -67,7 +67,7 @@ class Recorded:
         the last call may be read here.
         """
         here = torch.cuda.current_stream(self.device)
-        # Before that, memory that is free by now had inputs that were still to be copied.
+        # Until then the inputs of this call are read, from memory that is already free to be reused.
         self.beside.wait_event(self.taken)
         with torch.cuda.stream(self.beside):
             yield
@@ -106,10 +106,8 @@ class Recorded:
         """Gives memory back to a call as usual, which needs as much; recordings are soon redone."""
         if self.recordings:
             self.recordings.clear()
-            self.pool = (
-                torch.cuda.graph_pool_handle()
-            )  # one that has lost all its recordings is gone
             torch.cuda.empty_cache()
+            self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
 
     def _as_usual(self, held: list[Tensor | None]) -> dict[str, Tensor]:
         """Each stream waits for the other, so memory of one can be used and freed in the other."""
