@@ -67,7 +67,7 @@ class Recorded:
         the last call may be read here.
         """
         here = torch.cuda.current_stream(self.device)
-        # Until then the inputs of this call are read, from memory that is already free to be reused.
+        # Until then the inputs of this call are read, in memory that is free to be used again.
         self.beside.wait_event(self.taken)
         with torch.cuda.stream(self.beside):
             yield
