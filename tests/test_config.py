@@ -252,6 +252,8 @@ def test_every_key_of_the_yaml_says_what_it_means_or_is_plain() -> None:
         {"arch": "vit_b112"},
         {"compat": "released", "arch": "vit_b28"},
         {"image_size": 96, "masking.target_scale": [0.5, 0.6], "masking.context_scale": [0.6, 0.6]},
+        {"image_size": 96, "masking": {"kind": "random", "ratio": 0.98}},
+        {"image_size": 16, "masking": {"kind": "random"}},
     ],
     ids=str,
 )

@@ -346,14 +346,23 @@ def _released(
     return Masks(context, _patches(places, sizes.target, side))
 
 
+def check_random(side: int, ratio: float) -> int:
+    """The patches that `random` leaves to see, C; ValueError if that is none or all."""
+    patches = side * side
+    keep = int(patches * (1 - ratio))
+    if not 0 < keep < patches:
+        raise ValueError(
+            f"ratio {ratio} on a {side}x{side} grid leaves {keep} of {patches} patches to see, "
+            f"want 1 to {patches - 1}; bring the ratio nearer to 0.5, or use a finer grid"
+        )
+    return keep
+
+
 def random(batch: int, side: int, *, generator: torch.Generator, ratio: float = 0.75) -> Masks:
     """MAE's masks: `ratio` of the patches are hidden, uniformly at random, and all are predicted.
 
     The one "block" of targets is (1, B, K); context and targets together are the whole image.
     """
-    patches = side * side
-    keep = int(patches * (1 - ratio))
-    if not 0 < keep < patches:
-        raise ValueError(f"ratio {ratio} of {patches} patches leaves {keep} to see; want 1 or more")
-    order = torch.rand(batch, patches, generator=generator, device=generator.device).argsort(dim=1)
+    keep = check_random(side, ratio)
+    order = torch.rand(batch, side * side, generator=generator, device=generator.device).argsort(dim=1)
     return Masks(order[:, :keep].sort(dim=1).values, order[None, :, keep:].sort(dim=2).values)

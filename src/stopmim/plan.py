@@ -23,11 +23,13 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
     else:
         raise UserError(f"{preset}: no such preset or file; presets are {', '.join(PRESETS)}")
     config = resolve(override(config, changes or {}))
-    if config.masking.kind == "multiblock":
-        try:
+    try:
+        if config.masking.kind == "multiblock":
             masking.check_multiblock(config.side, **multiblock_options(config.masking))
-        except ValueError as error:
-            raise UserError(f"config: masking: {error}") from None
+        else:
+            masking.check_random(config.side, config.masking.ratio)
+    except ValueError as error:
+        raise UserError(f"config: masking: {error}") from None
     if config.lowres and min(small := min(_blocks(config), key=min)) < 3:
         raise UserError(
             f"config: lowres: a target of {small.height}x{small.width} on a "
