@@ -395,6 +395,18 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_checkpoints_intact(
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(
+    whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=3)
+    old = Run(tmp_path / "run").checkpoint
+    old.rename(tmp_path / "elsewhere")  # to a larger disk, by hand
+    old.symlink_to(tmp_path / "elsewhere")
+    assert_same_run(pretrain(NoiseImages(), tmp_path / "run", tiny()), whole)
+    assert "could not be written" not in capsys.readouterr().err
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
 def test_a_torn_line_of_metrics_is_dropped(whole: Run, tmp_path: Path) -> None:
     pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
     file = tmp_path / "metrics.jsonl"
