@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from stopmim.errors import (
 )
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
-from stopmim.run import claimed, git_state
+from stopmim.run import claimed, git_state, read_jsonl
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise
 from tiny import NoiseImages, assert_same_run, curve, tiny, weights, write_folder
@@ -393,6 +394,31 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_checkpoints_intact(
     assert caught.value.exit_code == 5
     assert Run(tmp_path).checkpoint.name == "step-00000004"
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+
+
+def test_lines_for_which_a_disk_has_no_room_are_written_when_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit on the size of a file stands for the end of the disk."""
+    usual, faultpoint = resource.getrlimit(resource.RLIMIT_FSIZE), train.faultpoint
+
+    def disk(name: str) -> str | None:
+        steps[name] += 1
+        room = 10 if steps[name] in (4, 5) else usual[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))
+        return faultpoint(name)
+
+    steps = Counter[str]()
+    monkeypatch.setattr(train, "faultpoint", disk)  # at the end of every step
+    try:
+        broken = tuple(range(0, 40, 4))
+        run = pretrain(NoiseImages(broken=broken), tmp_path, tiny(**{"data.max_bad": 0.5}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert [line["step"] for line in run.metrics] == list(range(1, 11))
+    listed = [line["name"] for line in read_jsonl(tmp_path / "bad_files.jsonl")]
+    assert sorted(listed) == sorted(f"noise {i}" for i in broken)
+    assert capsys.readouterr().err.count("cannot write: File too large") == 2  # once of each file
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(

@@ -28,6 +28,7 @@ import torch
 from stopmim import checkpoint
 from stopmim._version import __version__
 from stopmim.config import Config, flatten
+from stopmim.console import warn
 from stopmim.data import Images
 from stopmim.errors import CheckpointError, DataError, RunInUseError, StorageError, UserError
 
@@ -192,16 +193,32 @@ def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
             )
 
 
-class Metrics:
+class Lines:
+    """A .jsonl file that grows. Lines for which the disk has no room wait for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: list[dict[str, Any]] = []
+
+    def write(self, *lines: dict[str, Any]) -> None:
+        is_news = not self.waiting
+        self.waiting += lines
+        try:
+            while self.waiting:
+                append_jsonl(self.path, self.waiting[0])
+                del self.waiting[0]
+        except OSError as error:
+            if is_news:
+                warn(f"{self.path}: cannot write: {error.strerror}; will be tried again")
+
+
+class Metrics(Lines):
     """metrics.jsonl, cut back to the step a run resumes at."""
 
     def __init__(self, path: Path, step: int) -> None:
-        self.path = path / "metrics.jsonl"
+        super().__init__(path / "metrics.jsonl")
         kept = [line for line in read_jsonl(self.path) if line["step"] <= step]
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def write(self, line: dict[str, Any]) -> None:
-        append_jsonl(self.path, line)
 
 
 class BadFiles:
@@ -209,14 +226,14 @@ class BadFiles:
 
     def __init__(self, path: Path, total: int, share: float) -> None:
         self.path, self.total, self.share = path / "bad_files.jsonl", total, share
+        self.lines = Lines(self.path)
         self.names = {line["name"] for line in read_jsonl(self.path)}
 
     def add(self, bad: list[tuple[str, str]], *, usable: bool) -> None:
         """Notes what a batch met; `usable` is False if an image could not even be replaced."""
-        for name, reason in bad:
-            if name not in self.names:
-                self.names.add(name)
-                append_jsonl(self.path, {"name": name, "reason": reason})
+        new = {name: reason for name, reason in bad if name not in self.names}
+        self.names |= new.keys()
+        self.lines.write(*({"name": name, "reason": reason} for name, reason in new.items()))
         if bad and (not usable or len(self.names) > self.share * self.total):
             name, reason = bad[-1]
             raise DataError(
