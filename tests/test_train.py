@@ -57,6 +57,14 @@ def test_a_run_that_is_stopped_after_every_step_is_the_same_run(whole: Run, tmp_
     assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
 
 
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_run_that_is_as_far_as_it_is_asked_to_go_goes_no_further(
+    tmp_path: Path, stop: int
+) -> None:
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+    assert pretrain(NoiseImages(), tmp_path, tiny(), stop_at=stop).checkpoint.name[-1] == "4"
+
+
 @pytest.mark.parametrize(("name", "number"), [("term", signal.SIGTERM), ("int", signal.SIGINT)])
 def test_a_signal_saves_the_step_it_came_in_and_ends_the_run(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int

@@ -237,6 +237,8 @@ def _train(
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
         return
+    if stop_at is not None and step >= stop_at:
+        return
     batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
     broken = torch.zeros((), device=device)
     update = updater(
