@@ -228,6 +228,15 @@ def measured_of(run: Run, step: int) -> dict[str, float]:
     return Health(probe(NoiseImages(), run.config), torch.device("cpu")).measure(build(run.config))
 
 
+def test_of_a_single_image_nothing_is_measured_rather_than_what_is_no_number(
+    tmp_path: Path,
+) -> None:
+    config = tiny(**{"optim.batch_size": 1, "optim.epochs": 2, "runtime.health_every": 1})
+    run = pretrain(NoiseImages(1), tmp_path, config)
+    assert all(math.isfinite(value) for line in run.metrics for value in line.values())
+    assert diagnose(run.metrics).because == "nothing has been measured yet"
+
+
 def test_a_run_that_goes_on_keeps_what_was_measured_of_the_untrained_network(
     tmp_path: Path,
 ) -> None:

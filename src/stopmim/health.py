@@ -93,7 +93,7 @@ class Health:
     @torch.no_grad()
     def measure(self, model: MaskedImageModel) -> dict[str, float]:
         """Numbers for a line of metrics.jsonl; the comments beside them say what each is."""
-        if not self.probe.views.shape[1]:
+        if self.probe.views.shape[1] < 2:  # one image says nothing of how images differ
             return {}
         first = [self._part(model, part) for part in self.probe.views[0].split(self.chunk)]
         tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*first, strict=True))
