@@ -229,8 +229,22 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(
         main([*command, "--debug"])
 
 
-def test_running_out_of_memory_names_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "at_a_time", "way_out"),
+    [
+        (8, 1, 8, "--runtime.accumulate 2"),
+        (10, 2, 5, "--runtime.accumulate 5"),  # 4 parts would be refused
+        (4, 4, 1, "--runtime.recompute on"),
+    ],
+)
+def test_running_out_of_memory_names_a_way_out_that_works(
+    batch: int,
+    accumulate: int,
+    at_a_time: int,
+    way_out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
 
@@ -238,10 +252,11 @@ def test_running_out_of_memory_names_the_way_out(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
     monkeypatch.setattr("stopmim.update.train_step", full)
-    assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]) == 7
+    cut = ["--optim.batch_size", str(batch), "--runtime.accumulate", str(accumulate)]
+    assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY, *cut]) == 7
     err = capsys.readouterr().err.splitlines()[-1]
-    assert "out of memory with 8 images at a time" in err
-    assert "--runtime.accumulate 2" in err
+    assert f"out of memory with {at_a_time} images at a time" in err
+    assert err.endswith(way_out)
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(

@@ -184,11 +184,7 @@ def pretrain(
             except UserError:
                 raise
             except torch.OutOfMemoryError as error:
-                parts = max(config.runtime.accumulate, world.size)
-                raise ResourceError(
-                    f"out of memory with {config.optim.batch_size // parts} images at a time: "
-                    f"{str(error).splitlines()[0]}; try --runtime.accumulate {2 * parts}"
-                ) from None
+                raise _out_of_memory(config, world.size, error) from None
             except Exception as error:
                 if not is_broken(error):
                     with contextlib.suppress(OSError):
@@ -360,6 +356,16 @@ def _resume(
         scaler.load_state_dict(about["scaler"])
     say(f"{path}: resumes at step {about['step']}")
     return about["step"]
+
+
+def _out_of_memory(config: Config, ranks: int, error: Exception) -> ResourceError:
+    size = config.optim.batch_size
+    parts = ranks * len(shares(size, config.runtime.accumulate, world=ranks))
+    more = [n for n in range(2 * parts, size + 1) if size % n == 0 and n % ranks == 0]
+    return ResourceError(
+        f"out of memory with {size // parts} images at a time: {str(error).splitlines()[0]}; try "
+        f"{f'--runtime.accumulate {more[0]}' if more else '--runtime.recompute on'}"
+    )
 
 
 class _Clock:
