@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim import checkpoint
+from stopmim.attention import attend
 from stopmim.data import loader
 from stopmim.data.scenes import Scenes
 from stopmim.evals.heads import grid, train_heads
@@ -72,6 +73,14 @@ def test_short_attention_is_attention(batch: int, n: int, heads: int, d: int, fi
     # bfloat16 has 8 bits: 2 ** -8 of the largest value is what rounding alone may do.
     for a, b in ((found, expected), (found_grad, expected_grad.double())):
         assert (a.double() - b).abs().max() < 2**-7 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize(("n", "heads"), [(85, 1), (128, 2), (40, 1)])
+def test_wide_heads_are_left_to_torch_and_not_too_large_for_a_gpu(n: int, heads: int) -> None:
+    """Predictors of 384 channels with --predictor.heads 1 and 2."""
+    qkv = torch.randn((2, n, 3 * 384), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attend(qkv, heads).sum().backward()
+    assert qkv.grad is not None
 
 
 def test_our_gelu_is_gelu_and_not_its_tanh() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from helpers import golden, golden_about, seeded, under
 from stopmim.arch import SIZES, parse_arch
+from stopmim.attention import is_short
 from stopmim.positions import sincos_2d
 from stopmim.vit import Block, PatchEmbed, VisionTransformer, initialise, take
 
@@ -297,6 +298,25 @@ def test_a_block_that_leaves_out_its_first_tokens_still_looks_at_them() -> None:
     changed = x.clone()
     changed[:, 0] = torch.randn(3, 16)
     assert not torch.allclose(block(changed, first=4), block(x, first=4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "fits"),
+    [
+        (128, 64, True),
+        (72, 88, True),  # ViT-g
+        (85, 128, True),  # the predictor of ViT-Ti
+        (129, 24, False),
+        (64, 192, True),
+        (65, 192, False),  # predictors of 384 channels with 2 heads: 256 KB of shared memory
+        (40, 384, False),  # with 1
+        (20, 384, True),
+    ],
+)
+def test_our_kernel_is_asked_only_for_tiles_that_a_gpu_can_hold(
+    tokens: int, channels: int, fits: bool
+) -> None:
+    assert is_short(tokens, channels) == fits
 
 
 def test_recomputing_activations_changes_no_gradient() -> None:

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-LONGEST = 128  # tokens; with more, torch's own kernels are the faster ones
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 is what GPUs have
 
 
@@ -135,11 +134,6 @@ def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
 
 
 short_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-def fits(qkv: Tensor) -> bool:
-    """Whether `short_attention` can take it: short enough, and in half precision."""
-    return qkv.is_cuda and qkv.element_size() == 2 and qkv.shape[1] <= LONGEST
 
 
 # ------------------------------------------------------------------------------ GELU
