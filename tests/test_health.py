@@ -237,6 +237,19 @@ def test_of_a_single_image_nothing_is_measured_rather_than_what_is_no_number(
     assert diagnose(run.metrics).because == "nothing has been measured yet"
 
 
+def test_a_run_of_a_later_version_is_one_line_and_no_internal_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = pretrain(NoiseImages(), tmp_path, tiny(runtime={"health_every": 1}), stop_at=1)
+    about = run.about
+    about["config"]["optim"]["not_yet"] = 3
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no config that stopmim" in line and "optim.not_yet" in line
+
+
 def test_a_run_that_goes_on_keeps_what_was_measured_of_the_untrained_network(
     tmp_path: Path,
 ) -> None:

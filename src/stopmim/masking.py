@@ -364,7 +364,6 @@ def random(batch: int, side: int, *, generator: torch.Generator, ratio: float = 
     The one "block" of targets is (1, B, K); context and targets together are the whole image.
     """
     keep = check_random(side, ratio)
-    order = torch.rand(batch, side * side, generator=generator, device=generator.device).argsort(
-        dim=1
-    )
+    rank = torch.rand(batch, side * side, generator=generator, device=generator.device)
+    order = rank.argsort(dim=1)
     return Masks(order[:, :keep].sort(dim=1).values, order[None, :, keep:].sort(dim=2).values)

@@ -56,7 +56,13 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return Config.model_validate_json(json.dumps(self.about["config"]))
+        try:
+            return Config.model_validate_json(json.dumps(self.about["config"]))
+        except (ValueError, KeyError, TypeError) as error:
+            what = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{self.path / 'run.json'}: no config that stopmim {__version__} knows: {what}"
+            ) from None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
