@@ -1,5 +1,6 @@
 """A run is a function of its config and data: not of workers, interruptions or how it is cut up."""
 
+import contextlib
 import errno
 import json
 import os
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from stopmim import Run, checkpoint, pretrain, train, update
 from stopmim.config import Config
 from stopmim.data import loader, open_images, shares
+from stopmim.distributed import World
 from stopmim.errors import (
     CheckpointError,
     DataError,
@@ -402,6 +404,26 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_checkpoints_intact(
     assert caught.value.exit_code == 5
     assert Run(tmp_path).checkpoint.name == "step-00000004"
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize(("slow", "saved"), [(0.0, 6), (60.0, 8)])
+def test_ranks_whose_updates_are_long_heed_a_signal_at_once_and_others_when_they_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: float, saved: int
+) -> None:
+    """One process that believes to be the first of two: it asks only itself."""
+    steps = Counter[str]()
+
+    def told_to_end(name: str) -> None:
+        steps[name] += 1
+        if steps[name] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "joined", lambda: contextlib.nullcontext(World(0, 2)))
+    monkeypatch.setattr(train, "faultpoint", told_to_end)
+    monkeypatch.setattr(train, "SLOW", slow)
+    rare = tiny(runtime={"log_every": 4, "save_every": 100})
+    with pytest.raises(InterruptedRunError, match=f"saved at step {saved}"):
+        pretrain(NoiseImages(), tmp_path, rare)
 
 
 def test_lines_for_which_a_disk_has_no_room_are_written_when_it_has(

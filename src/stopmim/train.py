@@ -61,6 +61,7 @@ from stopmim.runtime import (
 from stopmim.update import Undrawn, updater
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
+SLOW = 0.5  # seconds; of longer updates each is a chance to hear of a signal another rank received
 
 
 def every(step: int, n: int) -> bool:
@@ -274,7 +275,7 @@ def _train(
         signals() as received,
         Ticker("pretrain", total, step) as ticker,
     ):
-        clock = _Clock(step)
+        clock, slow = _Clock(step), False
         while step < total:
             now = rates(optim, step, per_epoch)
             set_sigma(model.predictor.positions, config.positions, step, per_epoch)
@@ -285,11 +286,14 @@ def _train(
             log = step == 1 or every(step, runtime.log_every) or step == total or examine
             save = every(step, save_every) or step in (total, stop_at)
             number = 0  # of a signal that any rank received
-            if log or save or world.size == 1:
-                told = world.gather((received[:1], bad))
-                number = max((n for numbers, _ in told for n in numbers), default=0)
+            # To ask the others makes all wait. But launchers that told a run to end wait for it
+            # half a minute: no time for many updates that are long.
+            if log or save or slow or world.size == 1:
+                told = world.gather((received[:1], bad, clock.seconds))
+                number = max((n for numbers, _, _ in told for n in numbers), default=0)
+                slow = max(seconds for _, _, seconds in told) > SLOW
                 if world.first:
-                    bad_files.add([entry for _, found in told for entry in found], usable=True)
+                    bad_files.add([entry for _, found, _ in told for entry in found], usable=True)
                 bad.clear()
             save |= number > 0
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
@@ -373,12 +377,13 @@ class _Clock:
 
     def __init__(self, step: int) -> None:
         self.step, self.time = step, time.monotonic()
+        self.seconds = 0.0  # of an update, when it was last read
 
     def read(self, step: int, batch_size: int) -> dict[str, float]:
         now = time.monotonic()
-        rate = (step - self.step) * batch_size / max(1e-9, now - self.time)
+        self.seconds = max(1e-9, now - self.time) / (step - self.step)
         self.step, self.time = step, now
-        return {"images_per_s": rate}
+        return {"images_per_s": batch_size / self.seconds}
 
 
 def _peak_memory(device: torch.device) -> dict[str, float]:
