@@ -122,6 +122,13 @@ def test_a_job_is_submitted_and_named(notes: Path, capsys: pytest.CaptureFixture
     assert f"#SBATCH --output={out}/slurm-%j.log" in (notes / "script").read_text()
 
 
+def test_a_percent_sign_is_no_pattern_in_the_place_of_the_log(
+    notes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--out", "runs/10%j", "--slurm", "1x1", "--dry-run"]) == 0
+    assert "#SBATCH --output=runs/10%%j/slurm-%j.log\n" in capsys.readouterr().out
+
+
 def test_text_reaches_the_job_as_it_was_typed(
     notes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

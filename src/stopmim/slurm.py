@@ -71,7 +71,7 @@ def script(
         name=shlex.quote(f"stopmim-{out.name}"),
         nodes=nodes,
         gpus=gpus,
-        log=shlex.quote(f"{out}/slurm-%j.log"),
+        log=shlex.quote(f"{str(out).replace('%', '%%')}/slurm-%j.log"),  # %: a pattern of SLURM's
         grace=GRACE,
         options="".join(f"#SBATCH {shlex.quote(word)}\n" for word in more),
         command=shlex.join(words),
