@@ -338,6 +338,16 @@ def test_a_file_system_without_locks_is_named(
         pass
 
 
+def test_a_run_that_begins_on_a_full_disk_says_so(tmp_path: Path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, usual[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot write here: File too large"):
+            pretrain(NoiseImages(), tmp_path / "run", tiny())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
 def test_what_a_killed_process_leaves_behind_does_not_keep_its_run(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time

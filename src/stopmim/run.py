@@ -19,8 +19,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class Run:
         append_jsonl(self.path / "results.jsonl", result)
 
 
-_locks: set[TextIO] = set()  # of runs that this process has claimed
+_locks: set[FileIO] = set()  # of runs that this process has claimed
 
 
 def _let_go() -> None:
@@ -112,7 +113,7 @@ def claimed(path: Path) -> Iterator[None]:
     lock = path / "run.lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        handle = lock.open("a+")
+        handle = lock.open("ab+", buffering=0)  # nothing is left to write when it is closed
     except OSError as error:
         raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
     with handle:
@@ -120,7 +121,7 @@ def claimed(path: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             handle.seek(0)
-            owner = handle.read().strip() or "another process"
+            owner = handle.read().decode("utf-8", "replace").strip() or "another process"
             raise RunInUseError(
                 f"{path}: in use by {owner}; wait for it or choose another --out"
             ) from None
@@ -128,9 +129,12 @@ def claimed(path: Path) -> Iterator[None]:
             raise StorageError(
                 f"{lock}: cannot lock this file: {error.strerror}; choose an --out elsewhere"
             ) from None
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n")
-        handle.flush()
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n"
+        try:
+            handle.truncate(0)
+            handle.write(owner.encode())
+        except OSError as error:  # a full disk
+            raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
         _locks.add(handle)
         try:
             yield  # the lock goes with the process, however it ends
