@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -335,6 +336,21 @@ def test_a_file_system_without_locks_is_named(
     monkeypatch.setattr("fcntl.flock", no_locks)
     said = r"run\.lock: cannot lock this file: No locks"
     with pytest.raises(StorageError, match=said), claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_lock_that_its_last_owner_removes_at_that_moment_is_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two could have the run: one the lock that is gone, one that of the same name after it."""
+    lock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        (tmp_path / "run.lock").unlink()  # by one that failed before it began
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(RunInUseError, match="run the same command again"), claimed(tmp_path):
         pass
 
 

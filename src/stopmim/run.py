@@ -129,6 +129,10 @@ def claimed(path: Path) -> Iterator[None]:
             raise StorageError(
                 f"{lock}: cannot lock this file: {error.strerror}; choose an --out elsewhere"
             ) from None
+        if not os.fstat(handle.fileno()).st_nlink:  # what is locked is not what others will find
+            raise RunInUseError(
+                f"{path}: was in use by a process that ended just now; run the same command again"
+            )
         owner = f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n"
         try:
             handle.truncate(0)
