@@ -456,13 +456,12 @@ def test_lines_for_which_a_disk_has_no_room_are_written_when_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit on the size of a file stands for the end of the disk."""
-    usual, faultpoint = resource.getrlimit(resource.RLIMIT_FSIZE), train.faultpoint
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def disk(name: str) -> str | None:
+    def disk(name: str) -> None:
         steps[name] += 1
         room = 10 if steps[name] in (4, 5) else usual[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))
-        return faultpoint(name)
 
     steps = Counter[str]()
     monkeypatch.setattr(train, "faultpoint", disk)  # at the end of every step
