@@ -113,6 +113,18 @@ def test_long_lists_of_keys_do_not_fill_the_pipe_from_both_ends() -> None:
     assert [int(array[-1, 0]) for array in found] == 4 * [n - 1]
 
 
+def test_workers_share_what_they_read_whatever_way_processes_start_by_default() -> None:
+    """As from Python 3.14 on, where a lambda, or images, would have to be pickled."""
+    usual = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        watched = Watched(Trap(lambda: None), 1, 10.0)
+        (read,) = batches(Numbers(), [[(0, 5)]], lambda parts: parts[0].tolist(), watched)
+    finally:
+        torch.multiprocessing.set_start_method(usual, force=True)
+    assert read == [5] * 7
+
+
 def test_the_global_state_of_this_process_is_left_alone() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     list(loader(NoiseImages(), configure(tiny(runtime={"workers": 1})), 8, device=CPU))

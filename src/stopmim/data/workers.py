@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +28,10 @@ from stopmim.errors import ResourceError
 AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
 LONG = 8192  # keys; two longer lists, and an answer, could fill a pipe from both ends
 ORPHAN_SECONDS = 5.0  # between two looks whether the parent still lives
+
+# From Python 3.14 on the default is a server, which would be sent all images and run the script of
+# whoever calls us once more for every worker.
+_processes: Any = mp.get_context("fork" if sys.platform == "linux" else None)
 
 _number: int | None = None  # of this worker; None in the process that trains
 
@@ -127,7 +132,7 @@ class _Worker:
     ) -> None:
         self.number, self.watched = number, watched
         self.pipe, theirs = mp.Pipe()
-        self.process = mp.Process(
+        self.process = _processes.Process(
             target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
         )
         self.process.start()
