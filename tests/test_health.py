@@ -247,7 +247,8 @@ def test_a_run_of_a_later_version_is_one_line_and_no_internal_error(
     capsys.readouterr()
     assert main(["doctor", str(tmp_path)]) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no config that stopmim" in line and "optim.not_yet" in line
+    assert "no config that stopmim" in line
+    assert "optim.not_yet" in line
 
 
 def test_a_run_that_goes_on_keeps_what_was_measured_of_the_untrained_network(
