@@ -180,7 +180,7 @@ class RuntimeConfig(Section):
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the memory of activations, a third more time"""
     workers: int | None = Field(default=None, ge=0)
-    """processes that read images; null: one per core, at most 8, none for data in memory"""
+    """processes that read images; null: one per core, at most 8, none for scenes"""
     worker_timeout: int = Field(default=300, ge=0)
     """seconds after which a process that reads one image counts as hanging; 0: never"""
     threads: int | None = Field(default=None, ge=1)
