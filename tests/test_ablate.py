@@ -32,7 +32,7 @@ from stopmim.report.lines import metric
 from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
 from test_videos import davis
-from tiny import NoiseImages, tiny, write_parts
+from tiny import NoiseImages, tiny, write_folder, write_parts
 
 # One row for everything that a row can change; `slow` has all of them.
 MECHANISMS = {
@@ -60,6 +60,12 @@ def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
     asked = {} if name == "tracking" else {"evals": ["scenes:24:32:3"], "few": "2"}
     given: dict[str, Any] = {"data": "scenes:16:32", "preset": small(), "out": out}
     return ablate.plan(name, **given | asked | options)
+
+
+def test_a_new_ablation_among_its_images_is_refused_before_anything_trains(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    with pytest.raises(UserError, match="lies in the folder of the images"):
+        plan("tie", folder / "out", data=str(folder))
 
 
 def quick(planned: ablate.Plan) -> ablate.Plan:

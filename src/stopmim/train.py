@@ -24,6 +24,7 @@ from stopmim.config import Config, PositionsConfig, flatten
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
 from stopmim.data.skip import without_skipped
+from stopmim.data.sources import keep_outside
 from stopmim.data.transforms import AUGMENT, normalise
 from stopmim.distributed import (
     World,
@@ -178,6 +179,8 @@ def pretrain(
         with claimed(path) if world.first else contextlib.nullcontext():
             try:
                 images = open_images(data)
+                if not (path / "run.json").exists():
+                    keep_outside(path, data, images)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
                 _train(images, source, path, config, stop_at, world)
