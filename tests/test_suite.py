@@ -423,6 +423,10 @@ def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
     few = Coloured(Planted().width)
     assert suite(Planted(), Coloured(20), few, Options(protocols=("rankme",))) == []
     assert "rankme: left out, " in capsys.readouterr().err
+    encoder = VisionTransformer(24, 6, 48, 1, 3)
+    for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
+        assert suite(encoder, Coloured(20), few, Options(protocols=("rankme",))) == []
+        assert capsys.readouterr().err.count("rankme: left out, ") == 1
 
 
 @pytest.mark.parametrize(
