@@ -486,8 +486,11 @@ def _one_line(box: str, words: list[str]) -> str:
         said = f"{words[0]}: no option {unknown[1]}"
         meant = _key_of(unknown[1]) if words[0] in TAKE_KEYS else ""
     hint = f'did you mean "{meant}"?' if meant else ""
-    command = f" {words[0]}" if words and words[0] in text else ""
-    return "; ".join(filter(None, [said.strip(" ."), hint, f"see stopmim{command} --help"]))
+    if extra := re.match(r"Unrecognized options: ([^-].*)", said):
+        said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+    given = words[: 2 if words[:1] == ["eval"] else 1]
+    command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
+    return "; ".join(filter(None, [said.strip(" ."), hint, f"see {command}"]))
 
 
 def _key_of(option: str) -> str:

@@ -333,7 +333,10 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     if data is not None:
         return _examine_weights(path, data)
     if not (path / "run.json").exists():
-        raise UserError(f"{path}: not a run directory; a checkpoint is measured on --data IMAGES")
+        more = (
+            "; a checkpoint is measured on --data IMAGES" if path.exists() else ": no such folder"
+        )
+        raise UserError(f"{path}: not a run directory{more}")
     run = Run(path)
     metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):

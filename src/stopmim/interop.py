@@ -128,7 +128,7 @@ def weights_in(path: Path) -> Path:
 
 def existing(path: str | Path) -> Path:
     if not Path(path).exists():
-        raise CheckpointError(f"{path}: no such file or directory")
+        raise CheckpointError(f"{path}: no such file or folder; give a run or a file of weights")
     return Path(path)
 
 
