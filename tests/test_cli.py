@@ -86,6 +86,7 @@ TINY = [
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
         ("bench speed", 2, "invalid choice 'speed'"),
+        ("bench masks --rounds 0", 2, "--rounds 0: at least one"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_exit_code(

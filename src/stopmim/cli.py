@@ -340,7 +340,8 @@ class Bench:
 
     what: Positional[Literal["step", "masks", "growth", "loader", "index", "probe"]]
     """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
-    loader: reading images, against the usual pipeline; probe: linear classifiers"""
+    loader: reading images, against the usual pipeline; index: finding them; probe: linear
+    classifiers"""
     preset: str | None = None
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"
@@ -360,6 +361,8 @@ class Bench:
     def __call__(self) -> None:
         from stopmim import bench
 
+        if self.rounds < 1:
+            raise UserError(f"--rounds {self.rounds}: at least one is needed")
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
