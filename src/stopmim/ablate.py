@@ -172,10 +172,9 @@ def _stock(data: str, skip: str | None, out: Path) -> tuple[str, int, int]:
     if data.split(":")[0] == "scenes":
         count, size, seed = parse_scenes(data)
         return f"scenes:{count}:{size}:{seed}", count, 0
-    images = open_images(data)
     if not (out / "runs").exists():
-        keep_outside(out, data, images)
-    images = without_skipped(images, skip)
+        keep_outside(out, data)
+    images = without_skipped(open_images(data), skip)
     return images.fingerprint, len(images), default_workers(images)
 
 

@@ -176,11 +176,11 @@ def pretrain(
     path = Path(out)
     with joined() as world:
         config = configure(preset, overrides)
+        if not (path / "run.json").exists():
+            keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():
             try:
                 images = open_images(data)
-                if not (path / "run.json").exists():
-                    keep_outside(path, data, images)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
                 _train(images, source, path, config, stop_at, world)

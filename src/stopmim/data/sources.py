@@ -105,10 +105,14 @@ def open_test(source: str | Path | Images) -> Images | None:
         return None
 
 
-def keep_outside(out: Path, data: str | Path | Images, images: Images) -> None:
-    """Refuses a new place to write to below the images: figures there would become images."""
-    roots = [images.root] if isinstance(images, Folder) else []
-    roots += [Path(data)] if isinstance(data, str | Path) and os.path.isdir(data) else []
+def keep_outside(out: Path, data: str | Path | Images) -> None:
+    """Refuses a new place to write to below the images: figures there would become images.
+
+    To be asked before it is made: beside train/ and val/ an empty folder is one too many.
+    """
+    named = [os.fspath(data)] if isinstance(data, str | Path) else []
+    named += [text.partition(":")[2] for text in named if text.partition(":")[0] in KINDS]
+    roots = [data.root] if isinstance(data, Folder) else [p for p in named if os.path.isdir(p)]
     place = Path(os.path.realpath(out))
     for root in map(os.path.realpath, roots):
         if not place.is_relative_to(root):
