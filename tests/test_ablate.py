@@ -32,7 +32,7 @@ from stopmim.report.lines import metric
 from stopmim.run import Run
 from stopmim.trial import Question, Trial, identity, perform, questions
 from test_videos import davis
-from tiny import NoiseImages, tiny, write_parts
+from tiny import NoiseImages, tiny, write_folder, write_parts
 
 # One row for everything that a row can change; `slow` has all of them.
 MECHANISMS = {
@@ -60,6 +60,28 @@ def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
     asked = {} if name == "tracking" else {"evals": ["scenes:24:32:3"], "few": "2"}
     given: dict[str, Any] = {"data": "scenes:16:32", "preset": small(), "out": out}
     return ablate.plan(name, **given | asked | options)
+
+
+def test_data_in_one_part_are_told_the_way_out_that_ablate_has(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    with pytest.raises(DataError, match=r"as train/ and val/; name data that are, by --eval DATA"):
+        plan("tie", tmp_path / "out", data=str(folder), evals=[])
+
+
+@pytest.mark.parametrize(("name", "has"), [("positions", True), ("norms", False)])
+def test_of_the_papers_numbers_a_page_speaks_where_there_are_some(
+    name: str, has: bool, tmp_path: Path
+) -> None:
+    planned = plan(name, tmp_path)
+    text = ablation.markdown(planned, {"Results": [{"row": "a"}]})
+    assert ("The paper's numbers" in text) == has
+    assert "- seed: 0\n" in text  # not "seeds: 0"
+
+
+def test_a_new_ablation_among_its_images_is_refused_before_anything_trains(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    with pytest.raises(UserError, match="lies in the folder of the images"):
+        plan("tie", folder / "out", data=str(folder))
 
 
 def quick(planned: ablate.Plan) -> ablate.Plan:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.progress import TextColumn
 
@@ -40,7 +41,9 @@ TINY = [
             2,
             'no option --batch-size; did you mean "--optim.batch_size"?',
         ),
-        ("eval knn x --batch-size 8", 2, "eval: no option --batch-size; see stopmim eval --help"),
+        ("eval knn x --batch-size 8", 2, "no option --batch-size; see stopmim eval knn --help"),
+        ("pretrain x tiny_cpu", 2, 'too many: "tiny_cpu"; see stopmim pretrain --help'),
+        ("export x --to tim --out y", 2, "see stopmim export --help"),
         (
             "eval lowshot random:vit_micro8@24 --data scenes:16:24 --per-class 0",
             2,
@@ -48,8 +51,15 @@ TINY = [
         ),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
         ("inspect {tmp}/file", 4, "not a file of weights"),
+        ("inspect {tmp}/features.npz", 4, "an archive, but none of weights"),
+        ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
         ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
+        ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"?; presets are'),
+        ("pretrain x --out y --preset my.yaml", 2, "my.yaml: no such file; `stopmim presets`"),
+        ("report {tmp}/run", 4, "run: not a run directory: no such folder"),
+        ("report {tmp}/empty", 4, "not a run directory: there is no run.json in it"),
+        ("doctor {tmp}/run", 2, "run: not a run directory: no such folder"),
         ("pretrain x --out {tmp}/run --positions.sgima 1", 2, 'did you mean "positions.sigma"?'),
         (
             "pretrain x --out {tmp}/run --positions.sigma -1",
@@ -76,6 +86,7 @@ TINY = [
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
         ("bench speed", 2, "invalid choice 'speed'"),
+        ("bench masks --rounds 0", 2, "--rounds 0: at least one"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_exit_code(
@@ -85,6 +96,7 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("mine")
+    np.savez(tmp_path / "features.npz", features=np.zeros((2, 3)))
     assert main(line.format(tmp=tmp_path).split()) == code
     err = capsys.readouterr().err
     assert said in err

@@ -18,12 +18,13 @@ from torch import Tensor
 import stopmim
 from helpers import GOLDEN, seeded
 from stopmim.cli import main
+from stopmim.config import resolve
 from stopmim.errors import CheckpointError, StorageError, UserError
 from stopmim.export import export
 from stopmim.foreign import from_timm, set_eps
-from stopmim.identify import identify
+from stopmim.identify import identify, variant
 from stopmim.interop import PREDICTOR_TAG
-from stopmim.mim import MaskedImageModel
+from stopmim.mim import MaskedImageModel, build
 from stopmim.positions import StochasticPositions
 from stopmim.run import Run
 from stopmim.vit import VisionTransformer
@@ -500,6 +501,20 @@ def test_inspect_tells_stop_from_ijepa(name: str, project: str, predictor: str) 
     assert found["predictor"].startswith(predictor)
     assert found["epoch"] == "1"
     assert ("sigma 0.0625" in found["predictor"]) == (name == "stop")
+
+
+@pytest.mark.parametrize("covariance", ["tied", "untied", "fixed"])
+def test_inspect_calls_a_covariance_as_the_config_does(covariance: str) -> None:
+    model = build(resolve(tiny(**{"positions.covariance": covariance})))
+    assert f" {covariance} covariance" in variant(model)
+
+
+def test_an_export_for_ijepa_says_how_many_epochs_were_made(tmp_path: Path) -> None:
+    run = stopmim.pretrain(NoiseImages(16), tmp_path / "run", tiny(), stop_at=5)  # two updates each
+    assert identify(run.path).epoch == 2
+    for name, source, epoch in [("a", run.path, 2), ("b", run.checkpoint, None)]:
+        export(source, "ijepa", tmp_path / name)
+        assert identify(tmp_path / name / "model.pth.tar").epoch == epoch  # never a false 0
 
 
 def test_inspect_names_the_project_as_far_as_keys_tell(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from stopmim.data.scenes import Scenes
 from stopmim.doctor import EXIT_CODES, RULES, Watch, diagnose, examine
 from stopmim.errors import UserError
 from stopmim.evals.features import rankme
+from stopmim.export import export
 from stopmim.health import Health, effective_rank, label_agreement, neighbour_score, probe
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
@@ -113,6 +114,9 @@ def test_nothing_measured_is_too_early_and_a_run_that_never_measures_is_refused(
     with pytest.raises(UserError, match="not a run directory"):
         examine(run.checkpoint)
     assert examine(run.checkpoint, "scenes:32:24") == examine(run.path, "scenes:32:24")
+    # Neither a step nor one to keep is made up for a file that does not say any.
+    file = export(run.path, "ijepa", tmp_path / "export") / "model.pth.tar"
+    assert "step" not in str(examine(file, "scenes:32:24"))
 
 
 def test_the_command_ends_with_the_exit_code_of_the_verdict(

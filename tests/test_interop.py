@@ -187,7 +187,7 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert "expected a run directory" in refused(tmp_path)
+    assert "neither a run, nor one of its checkpoints" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["encoder", "target_encoder", "predictor"])

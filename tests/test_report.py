@@ -22,6 +22,7 @@ from stopmim.config import from_yaml
 from stopmim.data import open_images
 from stopmim.errors import CheckpointError
 from stopmim.report import explorer
+from stopmim.report.results import best
 from stopmim.report.results import shown as as_text
 from stopmim.run import Run
 from stopmim.train import pretrain
@@ -548,3 +549,9 @@ def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one
     text = Page(report.write(run, NoiseImages())).text
     assert "Best result: 50.0 % (knn, count, on birds (9 images), target encoder, step 5)" in text
     assert as_text(film | decay).verdict == "down"
+    # A loss below 0 is a share as well; and a part of tracking is not the best of all.
+    gain = as_text(film | decay | {"value": -0.0022, "low": -0.1})
+    assert (gain.value, gain.interval, gain.difference) == ("-0.2 %", "-10.0 to 100.0", "-10.2")
+    recall = film | {"name": "J recall", "value": 1.0, "random_init": 0.0}
+    assert best([recall]) is None
+    assert best([recall | {"name": "J&F"}]) is not None

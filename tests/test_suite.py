@@ -423,6 +423,10 @@ def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
     few = Coloured(Planted().width)
     assert suite(Planted(), Coloured(20), few, Options(protocols=("rankme",))) == []
     assert "rankme: left out, " in capsys.readouterr().err
+    encoder = VisionTransformer(24, 6, 48, 1, 3)
+    for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
+        assert suite(encoder, Coloured(20), few, Options(protocols=("rankme",))) == []
+        assert capsys.readouterr().err.count("rankme: left out, ") == 1
 
 
 @pytest.mark.parametrize(
@@ -777,6 +781,12 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
         ("eval knn {random} --data nowhere", 3, "no such folder"),
         ("eval knn {random} --data scenes:9:24 --label size", 2, "--label size: no such label"),
         ("eval knn {random} --data scenes:9:24 --size 25", 2, "not a multiple of the patch size"),
+        ("eval knn {random} --data scenes:9:24 --size 0", 2, "--size 0: expected 1 or more"),
+        ("eval tracking {random} --video-size 0", 2, "--video-size 0: expected 1 or more"),
+        ("eval linear {random} --views -1", 2, "--views -1: expected 0 or more"),
+        ("eval finetune {random} --data scenes:99:24 --epochs 0", 2, "epochs must be 1 or more"),
+        ("eval finetune {random} --data scenes:99:24 --batch-size 0", 2, "batch_size must be 1"),
+        ("eval finetune {random} --data scenes:99:24 --lr -1", 2, "lr must be 0 or more, got -1"),
         ("eval knn nowhere.pth", 4, "no such file"),
         ("eval linear {random} --recipe mine", 2, "invalid choice 'mine'"),
         ("eval knn {random} --data scenes:9:24 --out {tmp}/file/x", 5, "cannot write here"),

@@ -313,6 +313,27 @@ def test_how_a_run_is_carried_out_may_change(tmp_path: Path, whole: Run) -> None
         assert torch.equal(x, expected[name])
 
 
+@pytest.mark.parametrize("place", ["", "runs/first", "../linked/first"])
+def test_a_new_run_among_its_images_is_refused(place: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images")
+    (tmp_path / "linked").symlink_to(folder)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match="lies in the folder of the images"):
+        pretrain(folder, folder / place, tiny(), stop_at=1)
+    assert sorted(folder.rglob("*")) == before
+    pretrain(folder, folder / ".runs", tiny(), stop_at=1)  # hidden, so never an image
+
+
+def test_a_new_run_beside_train_and_val_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data" / "train")
+    write_folder(tmp_path / "data" / "val")
+    with pytest.raises(UserError, match="choose another --out"):  # a third folder: no splits then
+        pretrain(tmp_path / "data", tmp_path / "data" / "runs" / "first", tiny(), stop_at=1)
+    assert not (tmp_path / "data" / "runs").exists()
+    with pytest.raises(UserError, match="lies in the folder"):
+        pretrain(f"splits:{tmp_path}/data", tmp_path / "data" / "runs", tiny(), stop_at=1)
+
+
 def test_other_images_in_the_same_directory_are_refused(whole: Run) -> None:
     with pytest.raises(DataError, match=r"40 .* then, 48 .* now"):
         pretrain(NoiseImages(48), whole.path, tiny())

@@ -19,7 +19,7 @@ from stopmim.config import Config
 from stopmim.console import duration
 from stopmim.data import default_workers, open_images, steps_per_epoch
 from stopmim.data.skip import without_skipped
-from stopmim.data.sources import parse_scenes
+from stopmim.data.sources import keep_outside, parse_scenes
 from stopmim.doctor import diagnose
 from stopmim.errors import UserError
 from stopmim.jobs import Entry, carried, carry_out, places, updates_of
@@ -145,7 +145,7 @@ def plan(
     base = configure(preset, dict(changes or {}))
     data = data or f"scenes:{SCENES}:{base.image_size}"
     skip = base.data.skip
-    key, count, workers = _stock(data, skip)
+    key, count, workers = _stock(data, skip, out)
     asked = questions(table.asks, data, base.image_size, evals, few, video_size, skip)
     folders, entries, problems = dict[str, Path](), list[Entry](), list[str]()
     for row, seed in itertools.product(table.choose(tuple(rows)), range(seeds)):
@@ -167,11 +167,13 @@ def plan(
     return Plan(Path(name).stem, table, shown, base, data, tuple(entries), out)
 
 
-def _stock(data: str, skip: str | None) -> tuple[str, int, int]:
+def _stock(data: str, skip: str | None, out: Path) -> tuple[str, int, int]:
     """What tells these images from others, how many there are, and readers that they need."""
     if data.split(":")[0] == "scenes":
         count, size, seed = parse_scenes(data)
         return f"scenes:{count}:{size}:{seed}", count, 0
+    if not (out / "runs").exists():
+        keep_outside(out, data)
     images = without_skipped(open_images(data), skip)
     return images.fingerprint, len(images), default_workers(images)
 

@@ -4,6 +4,7 @@
 it has a figure without numbers, only what its text states is quoted, as a note.
 """
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ def find(name: str) -> Table:
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         if name not in TABLES:
+            near = difflib.get_close_matches(name, TABLES, 1)
+            hint = f'did you mean "{near[0]}"?; ' if near else ""
             raise UserError(
-                f"ablate {name}: no such table; there are {', '.join(TABLES)}, "
+                f"ablate {name}: no such table; {hint}there are {', '.join(TABLES)}, "
                 f"and tables of your own, as mine.yaml"
             )
         return TABLES[name]

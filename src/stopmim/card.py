@@ -166,7 +166,8 @@ def _safetensors(encoder: VisionTransformer) -> str:
             'encoder = stopmim.load_encoder("model.safetensors")\n'
             f"features = encoder.features(images)  # (B, {encoder.width})"
         )
-        + "\nNames are timm's, I-JEPA's, MAE's and DINO's; heads and epsilon are in the header.\n"
+        + "\nWithout stopmim, `safetensors.torch.load_file` gives its state dict. Names are\n"
+        "timm's, I-JEPA's, MAE's and DINO's; heads and epsilon are in the header.\n"
     )
 
 

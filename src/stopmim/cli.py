@@ -340,7 +340,8 @@ class Bench:
 
     what: Positional[Literal["step", "masks", "growth", "loader", "index", "probe"]]
     """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
-    loader: reading images, against the usual pipeline; probe: linear classifiers"""
+    loader: reading images, against the usual pipeline; index: finding them; probe: linear
+    classifiers"""
     preset: str | None = None
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"
@@ -360,6 +361,8 @@ class Bench:
     def __call__(self) -> None:
         from stopmim import bench
 
+        if self.rounds < 1:
+            raise UserError(f"--rounds {self.rounds}: at least one is needed")
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
@@ -486,8 +489,11 @@ def _one_line(box: str, words: list[str]) -> str:
         said = f"{words[0]}: no option {unknown[1]}"
         meant = _key_of(unknown[1]) if words[0] in TAKE_KEYS else ""
     hint = f'did you mean "{meant}"?' if meant else ""
-    command = f" {words[0]}" if words and words[0] in text else ""
-    return "; ".join(filter(None, [said.strip(" ."), hint, f"see stopmim{command} --help"]))
+    if extra := re.match(r"Unrecognized options: ([^-].*)", said):
+        said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+    given = words[: 2 if words[:1] == ["eval"] else 1]
+    command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
+    return "; ".join(filter(None, [said.strip(" ."), hint, f"see {command}"]))
 
 
 def _key_of(option: str) -> str:

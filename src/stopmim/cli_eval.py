@@ -228,6 +228,7 @@ class Compare(Asked):
     a: Annotated[Positional[str], arg(metavar="A")] = MISSING
     """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
     b: Annotated[Positional[str], arg(metavar="B")] = MISSING
+    """another one, to be compared with A"""
     selection: Selections = "held-out"
     """where settings are chosen: on train, or, as papers do, on test"""
     layers: Literal["last", "last4", "both"] = "both"

@@ -333,7 +333,10 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     if data is not None:
         return _examine_weights(path, data)
     if not (path / "run.json").exists():
-        raise UserError(f"{path}: not a run directory; a checkpoint is measured on --data IMAGES")
+        more = (
+            "; a checkpoint is measured on --data IMAGES" if path.exists() else ": no such folder"
+        )
+        raise UserError(f"{path}: not a run directory{more}")
     run = Run(path)
     metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):
@@ -349,15 +352,16 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
     health = Health(probe(open_images(data), config), torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        now = health.measure(model) | {"step": step}
+        now = health.measure(model) | {"step": step or 0}
         fresh = initialise if model.target == "features" else initialise_mae
         for part in (model.encoder, model.target_encoder, model.predictor):
             if part is not None:
                 part.apply(fresh)
-    return diagnose([{"step": 1, "random_init": health.measure(model)}, now])
+    found = diagnose([{"step": 1, "random_init": health.measure(model)}, now])
+    return dataclasses.replace(found, step=step, keep=None)  # one measurement prefers none
 
 
-def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int]:
+def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int | None]:
     """The config that `model` was trained with and its step; for other people's files the usual."""
     if (path / "run.json").exists():
         path = Run(path).checkpoint
@@ -366,4 +370,4 @@ def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int]:
         return Config.model_validate_json(json.dumps(state["config"])), int(state["step"])
     patch, side = model.encoder.patch, model.encoder.side
     masks = MaskingConfig(kind="random" if model.target == "pixels" else "multiblock")
-    return Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks), 0
+    return Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks), None

@@ -270,7 +270,10 @@ def write_mae(about: Identity, file: Path) -> None:
     """Encoder and decoder under the names of MAE's code, with what these leave out as a tag."""
     model = about.model
     if model is None or model.target != "pixels":
-        raise CheckpointError(f"{about.path}: no predictor of pixels in it, which MAE's layout has")
+        raise CheckpointError(
+            f"{about.path}: no predictor of pixels in it, which MAE's layout has; "
+            f"choose another --to"
+        )
     if problem := _not_in_either(model.predictor):
         raise CheckpointError(f"{about.path}: MAE's layout has no place for {problem}")
     if not model.encoder.prefix:

@@ -111,7 +111,7 @@ def identify(path: str | Path, heads: int | None = None) -> Identity:
 
 def _epoch(tree: Any) -> int | None:
     epoch = tree.get("epoch") if isinstance(tree, Mapping) else None
-    return epoch if isinstance(epoch, int) else None
+    return epoch if isinstance(epoch, int) and epoch else None  # we write 0 where none is known
 
 
 def _ours(path: Path) -> Identity:
@@ -119,13 +119,18 @@ def _ours(path: Path) -> Identity:
     newest = Run(path).checkpoint if is_run else path  # once: of a run that goes on it changes
     model = load_model(newest)
     about = checkpoint.state(newest)
+    config = Config.model_validate(about["config"], strict=False)
+    epoch = None
+    if is_run:
+        epoch = about["step"] // (Run(path).about["data"]["images"] // config.optim.batch_size)
     return Identity(
         path,
         f"stopmim {'run' if is_run else 'checkpoint'}",
         model.branch(),
         model,
         BRANCHES if model.target_encoder else (),
-        config=Config.model_validate(about["config"], strict=False),
+        config=config,
+        epoch=epoch,
         step=about["step"],
     )
 
@@ -196,7 +201,10 @@ def variant(model: MaskedImageModel) -> str:
         return f"{'MAE' if pixels else 'I-JEPA'}, certain positions, {size}"
     mode = " as released (no mask token)" if own.bias == "project" else ""
     mode += " in MAE" if pixels else ""
-    return f"StoP{mode}, sigma {own.sigma:g} (a variance), {own.covariance} covariance, {size}"
+    covariance: str = own.covariance
+    if covariance == "projected":  # as the config calls it
+        covariance = "tied" if model.predictor.noise_embed is None else "untied"
+    return f"StoP{mode}, sigma {own.sigma:g} (a variance), {covariance} covariance, {size}"
 
 
 def trained(config: Config) -> str:

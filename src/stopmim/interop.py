@@ -128,7 +128,7 @@ def weights_in(path: Path) -> Path:
 
 def existing(path: str | Path) -> Path:
     if not Path(path).exists():
-        raise CheckpointError(f"{path}: no such file or directory")
+        raise CheckpointError(f"{path}: no such file or folder; give a run or a file of weights")
     return Path(path)
 
 
@@ -143,6 +143,11 @@ def _load_ours(path: Path) -> MaskedImageModel:
         if newest is None:
             raise CheckpointError(damaged[0] if damaged else f"{path}: no checkpoint in it yet")
         path = newest
+    elif not (path / "manifest.json").exists():
+        raise CheckpointError(
+            f"{path}: neither a run, nor one of its checkpoints, nor a folder with weights that "
+            f"stopmim knows; name the file itself"
+        )
     elif problem := checkpoint.verify(path):
         raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
     try:

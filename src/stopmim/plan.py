@@ -1,5 +1,6 @@
 """From a preset's name to a config that is proved to work, and what it amounts to."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
     elif Path(preset).is_file():
         config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
     else:
-        raise UserError(f"{preset}: no such preset or file; presets are {', '.join(PRESETS)}")
+        raise UserError(_no_such(str(preset)))
     config = resolve(override(config, changes or {}))
     try:
         if config.masking.kind == "multiblock":
@@ -37,6 +38,14 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
             f"raise masking.target_scale"
         )
     return config
+
+
+def _no_such(preset: str) -> str:
+    if preset.endswith((".yaml", ".yml")):
+        return f"{preset}: no such file; `stopmim presets` lists the names that need none"
+    near = difflib.get_close_matches(preset, PRESETS, 1)
+    hint = f'did you mean "{near[0]}"?; ' if near else ""
+    return f"{preset}: no such preset or file; {hint}presets are {', '.join(PRESETS)}"
 
 
 def multiblock_options(config: MaskingConfig) -> dict[str, Any]:

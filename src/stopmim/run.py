@@ -52,8 +52,11 @@ class Run:
         """`run.json`."""
         try:
             return json.loads((self.path / "run.json").read_bytes())
+        except FileNotFoundError:
+            why = "there is no run.json in it" if self.path.is_dir() else "no such folder"
+            raise CheckpointError(f"{self.path}: not a run directory: {why}") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: not a run directory: {error}") from None
+            raise CheckpointError(f"{self.path}: not a run directory: run.json: {error}") from None
 
     @property
     def config(self) -> Config:

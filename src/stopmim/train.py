@@ -24,6 +24,7 @@ from stopmim.config import Config, PositionsConfig, flatten
 from stopmim.console import Ticker, say, warn
 from stopmim.data import Images, loader, open_images, shares, source_of, steps_per_epoch
 from stopmim.data.skip import without_skipped
+from stopmim.data.sources import keep_outside
 from stopmim.data.transforms import AUGMENT, normalise
 from stopmim.distributed import (
     World,
@@ -176,6 +177,8 @@ def pretrain(
     path = Path(out)
     with joined() as world:
         config = configure(preset, overrides)
+        if not (path / "run.json").exists():
+            keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():
             try:
                 images = open_images(data)

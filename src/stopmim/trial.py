@@ -24,7 +24,7 @@ from stopmim.data.scenes import VERSION
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.videos import Davis, Video, open_videos
 from stopmim.data.written import of_files
-from stopmim.errors import DataError, RunInUseError, UserError
+from stopmim.errors import DataError, NoPartError, RunInUseError, UserError
 from stopmim.evals import cache, command
 from stopmim.evals.inputs import choose_labels, open_at
 from stopmim.evals.protocols import TASKS
@@ -153,7 +153,13 @@ def questions(
             request["label"] = list(LABELS.get(name, ()))
             if skip is not None and source == data:
                 request["skip"] = skip
-            parts = open_images(source, "train"), open_images(source, "test")
+            try:
+                parts = open_images(source, "train"), open_images(source, "test")
+            except NoPartError:
+                raise DataError(
+                    f"{source}: not in a part to fit on and one to test on, as train/ and val/; "
+                    f"name data that are, by --eval DATA"
+                ) from None
             parts = both_without_skipped(*parts, request.get("skip"))
             labels = choose_labels(*parts, request["label"])
             _read_all(source, parts, may_skip=source == data)

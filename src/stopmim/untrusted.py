@@ -79,6 +79,8 @@ def one_line(error: BaseException) -> str:
             return "not a file of weights, or it holds more than tensors"
         asked = re.search(r"GLOBAL ([\w.]+)", text)
         return "it holds more than tensors" + (f": it asks for {asked[1]}" if asked else "")
+    if "inline_container" in text:  # torch's reader of zip files: an .npz, say
+        return "an archive, but none of weights"
     line = (text.splitlines() or [type(error).__name__])[0]
     return re.split(r"\. (?=[A-Z])", line)[0][:200]
 

@@ -105,6 +105,25 @@ def open_test(source: str | Path | Images) -> Images | None:
         return None
 
 
+def keep_outside(out: Path, data: str | Path | Images) -> None:
+    """Refuses a new place to write to below the images: figures there would become images.
+
+    To be asked before it is made: beside train/ and val/ an empty folder is one too many.
+    """
+    named = [os.fspath(data)] if isinstance(data, str | Path) else []
+    named += [text.partition(":")[2] for text in named if text.partition(":")[0] in KINDS]
+    roots = [data.root] if isinstance(data, Folder) else [p for p in named if os.path.isdir(p)]
+    place = Path(os.path.realpath(out))
+    for root in map(os.path.realpath, roots):
+        if not place.is_relative_to(root):
+            continue
+        if not any(part.startswith(".") for part in place.relative_to(root).parts):  # hidden
+            raise UserError(
+                f"{out}: lies in the folder of the images, {printable(root)}, where figures of a "
+                f"run would become images; choose another --out"
+            )
+
+
 def source_of(data: str | Path | Images, images: Images) -> str:
     """What run.json says the images came from."""
     named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
@@ -126,7 +145,7 @@ def _kind(text: str) -> str:
             return kinds[suffix]
         raise DataError(
             f"{printable(text)}: not a source of images; looked for a folder, .tar, .parquet, "
-            f".npz or a list .txt; {', '.join(KINDS)}: in front names what it is"
+            f".npz or a list .txt; one of {', '.join(KINDS)} and a colon in front says what it is"
         )
     if not os.path.exists(text) and "@" in text:
         return "list"

@@ -69,6 +69,12 @@ class Request:
     seed: int = 0
     out: Path | None = None
 
+    def __post_init__(self) -> None:
+        for name, low in {"size": 1, "video_size": 1, "views": 0}.items():
+            given = getattr(self, name)
+            if given is not None and given < low:
+                raise UserError(f"--{name.replace('_', '-')} {given}: expected {low} or more")
+
 
 def evaluate(name: str, request: Request, protocols: Sequence[str] = PROTOCOLS) -> str:
     """Measures the encoder called `name` and returns the table; the whole suite makes pages too."""

@@ -23,7 +23,7 @@ from stopmim.data import Images
 from stopmim.data.randaugment import rand_augment
 from stopmim.data.recipes import FINETUNE, View
 from stopmim.data.transforms import normalise
-from stopmim.errors import DataError
+from stopmim.errors import DataError, UserError
 from stopmim.evals import Result, accuracy
 from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import paired_labels
@@ -48,6 +48,14 @@ class Tuning:
     mixup: float = 0.0  # alpha of its beta distribution; 0: none
     cutmix: float = 0.0
     erase: float = 0.0  # chance that a part of an image is noise
+
+    def __post_init__(self) -> None:
+        least = {"epochs": 1, "batch_size": 1, "lr": 0, "weight_decay": 0}
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise UserError(
+                    f"finetune: {name} must be {low} or more, got {getattr(self, name)}"
+                )
 
 
 def _mae(epochs: int, base: float, layer_decay: float, drop_path: float) -> Tuning:

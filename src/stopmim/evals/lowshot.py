@@ -44,7 +44,8 @@ def listed(images: Images, file: Path) -> list[int]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: not a list of file names: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: not a list of file names: {why}") from None
     names = [line.strip() for line in lines if line.strip()]
     place = {PurePosixPath(images.name(i)).name: i for i in range(len(images))}
     missing = [name for name in names if PurePosixPath(name).name not in place]

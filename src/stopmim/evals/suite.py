@@ -71,6 +71,8 @@ def suite(
         train: labelled images to fit on, test: others to test on.
     """
     options = options or Options()
+    if "rankme" in options.protocols and len(test) <= encoder.width:
+        say(f"rankme: left out, {len(test)} test images cannot fill {encoder.width} dimensions")
 
     def ask(some: Encoder) -> list[Measured]:
         seen = measure_videos(some, options) if "tracking" in options.protocols else []
@@ -159,9 +161,7 @@ def _ask(encoder: Encoder, train: Images, test: Images, options: Options) -> Ite
         for protocol, ask in (("knn", _knn), ("linear", _linear), ("lowshot", _lowshot)):
             if protocol in options.protocols:
                 yield from ask(kit, label)
-    if "rankme" in options.protocols and len(test) <= encoder.width:
-        say(f"rankme: left out, {len(test)} test images cannot fill {encoder.width} dimensions")
-    elif "rankme" in options.protocols:
+    if "rankme" in options.protocols and len(test) > encoder.width:
         value = rankme(kit.last(kit.test_x))
         rank = Result("rankme", "rankme", "", value, None, len(test), "none", options.seed)
         yield Measured(rank, None)

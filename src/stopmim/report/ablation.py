@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 PM = "\u00b1"
 NOTE = (
-    "Percent; mean over seeds with its 95 % interval over seeds (Student's t), none for one seed. "
-    "The paper's numbers are top-1 on ImageNet-1k or what the column says, of models of other size "
-    "and training: compare differences between rows, not numbers."
+    "Percent; mean over seeds with its 95 % interval over seeds (Student's t), none for one seed."
+)
+OF_THE_PAPER = (
+    " The paper's numbers are top-1 on ImageNet-1k or what the column says, of models of other "
+    "size and training: compare differences between rows, not numbers."
 )
 Cells = dict[str, str]
 
@@ -174,6 +176,11 @@ def result(planned: "Plan", run: "Outcome") -> str:
 # ------------------------------------------------------------------------------ as files
 
 
+def note(planned: "Plan") -> str:
+    """How to read the main table; of the paper's numbers only where it has some."""
+    return NOTE + (OF_THE_PAPER if planned.table.columns else "")
+
+
 def facts(planned: "Plan") -> Cells:
     seeds = sorted({entry.seed for entry in planned.entries if entry.trial.config})
     return {
@@ -181,7 +188,7 @@ def facts(planned: "Plan") -> Cells:
         "preset": planned.preset,
         "network": f"{printed(planned.base.arch)}, {planned.base.image_size} px",
         "pretrained on": planned.data,
-        "seeds": ", ".join(map(str, seeds)) or "-",
+        "seeds" if len(seeds) != 1 else "seed": ", ".join(map(str, seeds)) or "-",
         "asked": "; ".join(
             f"{', '.join(q.protocols)} on {q.on or _source(q.request)}"
             for q in planned.entries[0].trial.questions
@@ -215,7 +222,7 @@ def markdown(planned: "Plan", tables: Mapping[str, Sequence[Cells]]) -> str:
     for title, rows in tables.items():
         parts += [f"## {title}", as_markdown(rows)]
         if title == "Results":
-            parts += [" ".join(filter(None, [NOTE, planned.table.note]))]
+            parts += [" ".join(filter(None, [note(planned), planned.table.note]))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -236,7 +243,7 @@ def page(
         table=planned.table,
         facts=facts(planned),
         tables=tables,
-        note=NOTE,
+        note=note(planned),
         figures={name: Markup(pictures.svg(figure, name)) for name, figure in drawn.items()},
         css=Markup((HERE / "report.css").read_text(encoding="utf-8")),
     )

@@ -37,17 +37,18 @@ def shown(line: Mapping[str, Any], differ: Collection[str] = ()) -> Result:
     given = [x for x in (value, random_init, low, high) if x is not None]
     # Accuracies, Jaccard indices and the like are shares; RankMe, say, is a plain number.
     share = value is not None and all(0 <= x <= 1 for x in given)
+    percent = share or _falls(line)  # the loss of a share may be a gain: below 0, and no bar
 
     def text(x: float | None) -> str:
-        return "" if x is None else f"{100 * x:.1f} %" if share else f"{x:.4g}"
+        return "" if x is None else f"{100 * x:.1f} %" if percent else f"{x:.4g}"
 
     interval = difference = verdict = ""
     if low is not None and high is not None:
-        interval = f"{100 * low:.1f} to {100 * high:.1f}" if share else f"{low:.4g} to {high:.4g}"
+        interval = f"{100 * low:.1f} to {100 * high:.1f}" if percent else f"{low:.4g} to {high:.4g}"
     if value is not None and random_init is not None:
         gain = value - random_init
         better, worse = ("down", "up") if _falls(line) else ("up", "down")
-        difference = f"{100 * gain:+.1f}" if share else f"{gain:+.4g}"
+        difference = f"{100 * gain:+.1f}" if percent else f"{gain:+.4g}"
         if low is not None and high is not None:
             verdict = better if low > random_init else worse if high < random_init else ""
     bar = None
@@ -77,6 +78,11 @@ def shown(line: Mapping[str, Any], differ: Collection[str] = ()) -> Result:
 def _falls(line: Mapping[str, Any]) -> bool:
     """Whether less of it is better."""
     return said(line, "name").endswith("decay")
+
+
+def _is_part(line: Mapping[str, Any]) -> bool:
+    """Whether it is one of the numbers of tracking that J&F sums up, or that go with it."""
+    return said(line, "protocol") == "tracking" and said(line, "name") != "J&F"
 
 
 def _details(line: Mapping[str, Any]) -> Iterator[str]:
@@ -109,7 +115,7 @@ def best(results: Sequence[Mapping[str, Any]]) -> Result | None:
     compared = [
         line
         for line in results
-        if (text := shown(line)).bar is not None and text.difference and not _falls(line)
+        if (text := shown(line)).bar is not None and text.difference and not _is_part(line)
     ]
     compared.sort(key=lambda line: line["value"] - line["random_init"], reverse=True)
     compared.sort(key=lambda line: line.get("selection") == "paper")
@@ -131,4 +137,5 @@ def time(seconds: float) -> str:
     for unit, length in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    whole = f"{seconds:.0f}"
+    return f"{whole} second{'' if whole == '1' else 's'}"
