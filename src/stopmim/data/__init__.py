@@ -142,7 +142,7 @@ def _pinned(loaded: Loaded) -> Loaded:
 
 
 def default_workers(images: Images) -> int:
-    """One per core and GPU, but no more than 8; scenes, which are in memory, come faster without."""
+    """One per core and GPU, but no more than 8; scenes come faster without."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
     return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
 
