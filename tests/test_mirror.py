@@ -68,6 +68,8 @@ def records(path: Path) -> Iterator[Record]:
             at += room
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return  # still being written
         pieces += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last piece

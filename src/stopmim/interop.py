@@ -145,8 +145,8 @@ def _load_ours(path: Path) -> MaskedImageModel:
         path = newest
     elif not (path / "manifest.json").exists():
         raise CheckpointError(
-            f"{path}: neither a run, nor one of its checkpoints, nor a folder with weights that "
-            f"stopmim knows; name the file itself"
+            f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
+            f"with weights that stopmim knows; name the file itself"
         )
     elif problem := checkpoint.verify(path):
         raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")

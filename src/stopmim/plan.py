@@ -44,7 +44,7 @@ def _no_such(preset: str) -> str:
     if preset.endswith((".yaml", ".yml")):
         return f"{preset}: no such file; `stopmim presets` lists the names that need none"
     near = difflib.get_close_matches(preset, PRESETS, 1)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
+    hint = f'did you mean "{near[0]}"?; ' if near else ""
     return f"{preset}: no such preset or file; {hint}presets are {', '.join(PRESETS)}"
 
 
