@@ -81,6 +81,8 @@ TINY = [
         ("pretrain {tmp}/empty --out {tmp}/run", 3, "no images"),
         ("pretrain scenes:0 --out {tmp}/run", 2, "expected scenes[:count"),
         ("pretrain scenes:x:y --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:8:24:x --out {tmp}/run", 2, "expected scenes[:count"),
+        ("eval knn random:vit_micro8@24 --seed -1", 2, "--seed -1: expected 0 or more"),
         ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
@@ -181,6 +183,7 @@ def test_pretrain_trains_and_says_where_the_checkpoint_is(
     assert "loss" in err
     assert "img/s" in err
     assert "target std" in err
+    assert "bad_files.jsonl: 1 of 41 images were unreadable, and replaced" in err
     assert (tmp_path / "run" / "bad_files.jsonl").read_text().count("\n") == 1
     assert main(command) == 0
     assert "finished, all 10 updates are done" in capsys.readouterr().err
