@@ -69,8 +69,10 @@ def test_data_in_one_part_are_told_the_way_out_that_ablate_has(tmp_path: Path) -
 
 
 def test_a_misspelt_row_is_noticed_before_any_image_is_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--rows sincoss: no such row; there are "):
-        plan("positions", tmp_path, data=str(tmp_path / "gone"), rows=["sincoss"])
+    with pytest.raises(
+        UserError, match=r'--rows stoP: no such row; did you mean "StoP"\?; there are sine'
+    ):
+        plan("positions", tmp_path, data=str(tmp_path / "gone"), rows=["stoP"])
 
 
 @pytest.mark.parametrize(("name", "has"), [("positions", True), ("norms", False)])

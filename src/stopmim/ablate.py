@@ -143,6 +143,8 @@ def plan(
     chosen = table.choose(tuple(rows))
     if seeds < 1:
         raise UserError(f"--seeds {seeds}: at least one is needed")
+    if video_size is not None and video_size < 1:
+        raise UserError(f"--video-size {video_size}: expected 1 or more")
     base = configure(preset, dict(changes or {}))
     data = data or f"scenes:{SCENES}:{base.image_size}"
     skip = base.data.skip
