@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from stopmim.errors import (
     StorageError,
     UserError,
 )
+from stopmim.identify import identify
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
 from stopmim.run import claimed, git_state, read_jsonl
@@ -262,9 +264,16 @@ def test_metrics_are_json_for_strict_readers_where_a_number_is_not_finite(
 def test_a_run_json_of_another_shape_is_no_run_to_go_on_with(about: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(about)
     for threads in (1, None):
-        with pytest.raises(CheckpointError, match=r"run\.json.* (holds no object|choose another)"):
+        with pytest.raises(CheckpointError, match=r"not a run directory: run\.json (holds|is not)"):
             pretrain(NoiseImages(), tmp_path, tiny(**{"runtime.threads": threads}))
     assert (tmp_path / "run.json").read_text() == about
+
+
+def test_a_run_whose_run_json_is_damaged_is_named_by_inspect(whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(whole.path, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run\.json is not as stopmim writes it"):
+        identify(tmp_path / "run")
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(

@@ -201,19 +201,16 @@ def begin(
 
 
 def begun(path: Path) -> dict[str, Any]:
-    """run.json of a run that goes on; it has all that is asked of it then."""
+    """run.json, proved to have what a run is asked for when it goes on."""
     about = Run(path).about
     match about:
         case {
             "config": {},
-            "data": {"source": _, "images": _, "fingerprint": _},
+            "data": {"source": _, "images": int(), "fingerprint": _},
             "starts": [{"threads": int()}, *_],
         }:
             return about
-    raise CheckpointError(
-        f"{path / 'run.json'}: not as stopmim writes it, so the run cannot go on; "
-        f"choose another --out"
-    )
+    raise CheckpointError(f"{path}: not a run directory: run.json is not as stopmim writes it")
 
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
