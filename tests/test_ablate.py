@@ -68,6 +68,13 @@ def test_data_in_one_part_are_told_the_way_out_that_ablate_has(tmp_path: Path) -
         plan("tie", tmp_path / "out", data=str(folder), evals=[])
 
 
+def test_a_misspelt_row_is_noticed_before_any_image_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r'--rows stoP: no such row; did you mean "StoP"\?; there are sine'
+    ):
+        plan("positions", tmp_path, data=str(tmp_path / "gone"), rows=["stoP"])
+
+
 @pytest.mark.parametrize(("name", "has"), [("positions", True), ("norms", False)])
 def test_of_the_papers_numbers_a_page_speaks_where_there_are_some(
     name: str, has: bool, tmp_path: Path

@@ -34,8 +34,17 @@ TINY = [
         ("eval runs/x", 2, 'error: eval: no command "runs/x"; there are knn, linear'),
         ("eval --data x", 2, 'error: eval: no command "--data"; there are knn, linear'),
         ("eval", 2, "error: eval: a command is missing; there are knn, linear"),
-        ("pretrain", 2, "Missing from stopmim pretrain: DATA"),
-        ("pretrain x --outt y", 2, 'did you mean "--out"?'),
+        ("pretrain", 2, "error: pretrain: missing DATA (a folder, tar shards"),
+        (
+            "features x",
+            2,
+            "features: missing --encoder FILE (anything that `stopmim inspect` knows",
+        ),
+        ("features x", 2, "), --out FILE (.npz or .parquet); see stopmim features --help"),
+        ("check x --limit two", 2, "error: --limit: expected a whole number, got 'two'; see"),
+        ("eval finetune x --lr y", 2, "error: --lr: expected a number, got 'y'; see stopmim eval"),
+        ("eval knn x --hold-out", 2, "error: --hold-out: a value is missing; see stopmim eval knn"),
+        ("pretrain x --outt y", 2, 'pretrain: no option --outt; did you mean "--out"?; see'),
         (
             "pretrain x --batch-size 8",
             2,
@@ -49,7 +58,15 @@ TINY = [
             2,
             "at least one image",
         ),
+        ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
+        ("ablate tracking --video-size 0 --dry-run", 2, "--video-size 0: expected 1 or more"),
+        ("ablate positons", 2, 'no such table; did you mean "positions"?; there are positions'),
+        (
+            "demo --out {tmp}/run --optim.epochs x",
+            2,
+            "optim.epochs: input should be a valid integer",
+        ),
         ("inspect {tmp}/file", 4, "not a file of weights"),
         ("inspect {tmp}/features.npz", 4, "an archive, but none of weights"),
         ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
@@ -81,6 +98,8 @@ TINY = [
         ("pretrain {tmp}/empty --out {tmp}/run", 3, "no images"),
         ("pretrain scenes:0 --out {tmp}/run", 2, "expected scenes[:count"),
         ("pretrain scenes:x:y --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:8:24:x --out {tmp}/run", 2, "expected scenes[:count"),
+        ("eval knn random:vit_micro8@24 --seed -1", 2, "--seed -1: expected 0 or more"),
         ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
@@ -181,6 +200,7 @@ def test_pretrain_trains_and_says_where_the_checkpoint_is(
     assert "loss" in err
     assert "img/s" in err
     assert "target std" in err
+    assert "bad_files.jsonl: 1 of 41 images were unreadable, and replaced" in err
     assert (tmp_path / "run" / "bad_files.jsonl").read_text().count("\n") == 1
     assert main(command) == 0
     assert "finished, all 10 updates are done" in capsys.readouterr().err
@@ -218,6 +238,16 @@ def test_help_and_version_do_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_help_says_that_the_default_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of an option that may be left out says what happens then."""
+    for command in ("pretrain", "ablate", "check", "features", "bench", "report", "eval finetune"):
+        assert main([*command.split(), "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "{None}" not in text
+    assert "(default: )" not in text
+    assert "(default: None)" not in text
 
 
 def test_a_closed_pipe_is_quiet() -> None:

@@ -297,12 +297,20 @@ def test_a_kilobyte_gets_no_gigabytes_although_this_process_could_have_them(
 def test_a_file_that_takes_for_ever_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fork, readers = os.fork, list[int]()
+
+    def counted() -> int:
+        readers.append(fork())
+        return readers[-1]
+
+    monkeypatch.setattr(os, "fork", counted)
     monkeypatch.setattr(untrusted, "SECONDS", -1)
     (tmp_path / "a.pth").write_bytes(torch_bytes(good()))
     with pytest.raises(CheckpointError, match="not read after"):
         untrusted.read_tree(tmp_path / "a.pth")
-    with pytest.raises(ChildProcessError):  # nobody is left waiting to be buried
-        os.waitpid(-1, os.WNOHANG)
+    [reader] = readers
+    with pytest.raises(ChildProcessError):  # it is not left waiting to be buried
+        os.waitpid(reader, os.WNOHANG)
 
 
 def test_a_reader_that_is_killed_is_one_line(

@@ -17,7 +17,7 @@ from stopmim.interop import start
 from stopmim.mim import build
 from stopmim.plan import configure
 from stopmim.vit import VisionTransformer
-from tiny import NoiseImages, assert_same_run, tiny
+from tiny import NoiseImages, assert_same_run, tiny, write_folder
 
 
 def pictures(size: int = 24) -> Tensor:
@@ -157,6 +157,18 @@ def test_the_class_token_is_the_natural_feature_of_an_encoder_that_has_one(tmp_p
         rows[pool] = np.load(file)["features"]
     assert np.array_equal(rows["auto"], rows["cls"])
     assert not np.allclose(rows["auto"], rows["mean"])
+
+
+def test_features_say_of_a_broken_image_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, encoder = write_folder(tmp_path / "images", 3), str(source(tmp_path))
+    (folder / "part0" / "broken.png").write_bytes(b"junk")
+    words = ["features", str(folder), "--encoder", encoder, "--out", str(tmp_path / "x.npz")]
+    assert main(words) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "broken.png: not an image of a known format; no image is left out unasked: mend" in said
+    assert "evaluation" not in said
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,6 @@ def test_hostile_text_around_a_whole_run_adds_nothing_to_its_page(
 @pytest.mark.parametrize(
     "about",
     [
-        [],
         {},
         {"config": 3, "data": "x", "starts": {"a": 1}},
         {"config": [], "data": [], "starts": [1, None, "x", {"versions": 3, "command": "x"}]},
@@ -384,14 +383,20 @@ def test_a_run_without_noise_says_that_its_positions_are_certain(tmp_path: Path)
     )
     page = Page(report.write(run))
     assert "The positions of this run are certain" in page.text
+    assert "with StoP, A carries the noise" in page.text  # here it does not
     assert "pretrained by I-JEPA on" in page.text
     assert "It has made 1 update, 0.5 of 2 epochs" in page.text
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(trained: Run, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a run directory"):
         report.write(Run(tmp_path))
     assert os.listdir(tmp_path) == []
+    with pytest.raises(CheckpointError, match="gone: not a run directory: no such folder"):
+        report.write(trained, others=[Run(tmp_path / "gone")], out=tmp_path / "x.html")
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"not a run directory: run\.json holds no object"):
+        report.write(Run(tmp_path))
 
 
 # ------------------------------------------------------------------------------ in a browser

@@ -6,11 +6,13 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,13 @@ from stopmim.errors import (
     StorageError,
     UserError,
 )
+from stopmim.identify import identify
 from stopmim.mim import MaskedImageModel, build
 from stopmim.plan import configure
 from stopmim.run import claimed, git_state, read_jsonl
 from stopmim.runtime import choose_precision
 from stopmim.train import draw_masks, draw_noise
-from tiny import NoiseImages, assert_same_run, curve, tiny, weights, write_folder
+from tiny import NoiseImages, assert_same_run, curve, tiny, tiny_mae, weights, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +237,43 @@ def test_loss_scaling_is_resumed(tmp_path: Path) -> None:
     assert_same_run(pretrain(NoiseImages(), tmp_path / "cut", config), whole)
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_metrics_are_json_for_strict_readers_where_a_number_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spread of a single hidden patch is NaN, a gradient that overflows in fp16 infinite."""
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**99))
+    small = {"image_size": 8, "masking.ratio": 0.25, "optim.batch_size": 1}
+    config = tiny_mae(**small, **{"runtime.precision": "fp16"})
+    run = pretrain(NoiseImages(4), tmp_path, config, stop_at=2)
+    text = (run.path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert [line.keys() & {"loss", "target_std", "grad_norm"} for line in run.metrics] == [
+        {"loss"},
+        {"loss"},
+    ]
+
+
 # ----------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    "about", ["[]", "3", "{}", '{"config": [], "data": {}, "starts": []}'], ids=ascii
+)
+def test_a_run_json_of_another_shape_is_no_run_to_go_on_with(about: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(about)
+    for threads in (1, None):
+        with pytest.raises(CheckpointError, match=r"not a run directory: run\.json (holds|is not)"):
+            pretrain(NoiseImages(), tmp_path, tiny(**{"runtime.threads": threads}))
+    assert (tmp_path / "run.json").read_text() == about
+
+
+def test_a_run_whose_run_json_is_damaged_is_named_by_inspect(whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(whole.path, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run\.json is not as stopmim writes it"):
+        identify(tmp_path / "run")
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(

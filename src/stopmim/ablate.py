@@ -140,15 +140,18 @@ def plan(
         changes: of config keys, for all rows.
     """
     table, out = find(name), Path(out)
+    chosen = table.choose(tuple(rows))
     if seeds < 1:
         raise UserError(f"--seeds {seeds}: at least one is needed")
+    if video_size is not None and video_size < 1:
+        raise UserError(f"--video-size {video_size}: expected 1 or more")
     base = configure(preset, dict(changes or {}))
     data = data or f"scenes:{SCENES}:{base.image_size}"
     skip = base.data.skip
     key, count, workers = _stock(data, skip, out)
     asked = questions(table.asks, data, base.image_size, evals, few, video_size, skip)
     folders, entries, problems = dict[str, Path](), list[Entry](), list[str]()
-    for row, seed in itertools.product(table.choose(tuple(rows)), range(seeds)):
+    for row, seed in itertools.product(chosen, range(seeds)):
         try:
             config = configure(base, row.of(base) | {"seed": base.seed + seed})
             updates = config.optim.epochs * steps_per_epoch(range(count), config)

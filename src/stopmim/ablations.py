@@ -4,14 +4,13 @@
 it has a figure without numbers, only what its text states is quoted, as a note.
 """
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stopmim.arch import parse_arch
 from stopmim.config import Config, MaskingConfig, OptimConfig, PositionsConfig
-from stopmim.errors import UserError
+from stopmim.errors import UserError, meant
 from stopmim.published import DOWNSTREAM, FOLLOWED, TRANSFERRED, TUNED
 from stopmim.tables import Changes, Numbers, Row, Table, read
 
@@ -24,11 +23,9 @@ def find(name: str) -> Table:
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         if name not in TABLES:
-            near = difflib.get_close_matches(name, TABLES, 1)
-            hint = f'did you mean "{near[0]}"?; ' if near else ""
             raise UserError(
-                f"ablate {name}: no such table; {hint}there are {', '.join(TABLES)}, "
-                f"and tables of your own, as mine.yaml"
+                f"ablate {name}: no such table; {meant(name, TABLES)}there are "
+                f"{', '.join(TABLES)}, and tables of your own, as mine.yaml"
             )
         return TABLES[name]
     if file.stem in TABLES or file.stem == "runs":

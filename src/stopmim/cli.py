@@ -4,7 +4,6 @@ torch is imported inside the commands that need it, so that ``--help`` and a typ
 """
 
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -18,12 +17,23 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, Suppress, arg, subcommand
 
 from stopmim._version import __version__
-from stopmim.cli_eval import Eval
+from stopmim.cli_eval import Eval, option
 from stopmim.config import Config, Section, flatten, kind_of, parse_yaml, takes_text
-from stopmim.errors import DataError, RowsFailedError, UserError
+from stopmim.errors import DataError, RowsFailedError, UserError, meant
 
 Changes = Suppress[dict[str, Any]]
 TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # --optim.lr 1e-3 and the like
+REWORDED = {  # what tyro says of a value, in our words
+    r"Missing from stopmim ([\w ]+):": r"\1: missing",
+    r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+\b)) ([^()]*) \(required\)": r"\1 (\2),",
+    r"Missing value for argument '(\S+)'.*": r"\1: a value is missing",
+    r"Error parsing (\S+): .*literal for int.*? ('.*') Argument helptext.*": (
+        r"\1: expected a whole number, got \2"
+    ),
+    r"Error parsing (\S+): .*string to float: ('.*') Argument helptext.*": (
+        r"\1: expected a number, got \2"
+    ),
+}
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 
 
@@ -52,15 +62,15 @@ class Pretrain:
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
     """a folder, tar shards, Parquet, .npz, FOLDER@LIST, or scenes[:count[:size[:seed]]]"""
-    out: Annotated[Path | None, arg(metavar="RUN")] = None
+    out: Annotated[Path | None, option("RUN")] = None
     """run directory; if a run is in it already, go on with that"""
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"
     """what the other options change: see `stopmim presets`, or a YAML file"""
     dry_run: bool = False
     """print the resolved config and the size of the model, or with --slurm the script, and stop"""
-    slurm: Annotated[str | None, arg(metavar="NODESxGPUS")] = None
+    slurm: Annotated[str | None, option("NODESxGPUS")] = None
     """train in a SLURM job on so many nodes with so many GPUs each, as 2x8"""
-    sbatch: Annotated[str, arg(metavar="OPTIONS")] = ""
+    sbatch: Annotated[str, option("OPTIONS")] = ""
     """with --slurm: further options of sbatch, as "partition=gpu time=24:00:00" """
     changes: Changes = field(default_factory=dict)
 
@@ -97,28 +107,28 @@ class Ablate:
     table has the others.
     """
 
-    table: Annotated[Positional[str], arg(metavar="[TABLE|FILE.yaml]")] = ""
+    table: Annotated[Positional[str], option("[TABLE|FILE.yaml]")] = ""
     """see --list; or a file with a table of your own, see docs/ablations.md"""
     list: bool = False
     """show the tables, or the rows of one, with the numbers of the paper"""
-    data: Annotated[str | None, arg(metavar="DATA")] = None
+    data: Annotated[str | None, option("DATA")] = None
     """to pretrain on; default: scenes:4096 of the preset's size"""
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "tiny_cpu_quick"
     """what the rows change: see `stopmim presets`, or a YAML file"""
     seeds: int = 1
     """of every row"""
-    rows: Annotated[tuple[str, ...], arg(metavar="ROW")] = ()
+    rows: Annotated[tuple[str, ...], option("ROW ...")] = ()
     """some of the rows; default: all"""
-    eval: Annotated[tuple[str, ...], arg(metavar="[RECIPE=]DATA")] = ()
+    eval: Annotated[tuple[str, ...], option("[RECIPE=]DATA ...")] = ()
     """labelled images with a train and a test part, or videos, to evaluate on; the recipe is one of
     `eval linear`; default: --data"""
     few: Annotated[str, arg(metavar="N|FILE")] = "25"
     """labelled images per class where labels are few, or a file with their names"""
-    video_size: int | None = None
+    video_size: Annotated[int | None, option("INT")] = None
     """edge of the shorter side of the frames that tracking sees; default: as `eval tracking`"""
-    checkpoint: Annotated[tuple[str, ...], arg(metavar="NAME=FILE")] = ()
+    checkpoint: Annotated[tuple[str, ...], option("NAME=FILE ...")] = ()
     """encoders of others, to be evaluated beside"""
-    jobs: int | None = None
+    jobs: Annotated[int | None, option("INT")] = None
     """runs at a time; default: one per GPU, or per core if there is none"""
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("runs/ablate")
     """OUT/TABLE/table.html and the like; runs are in OUT/runs, for all tables"""
@@ -155,10 +165,10 @@ class Check:
     """a folder of images, or scenes[:count[:size[:seed]]]"""
     preset: Annotated[str, arg(metavar="NAME|FILE")] = "vit_b16_stop"
     """what the images are meant for: see `stopmim presets`, or a YAML file"""
-    fix_list: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    fix_list: Annotated[Path | None, option("FILE.jsonl")] = None
     """write the broken images there; pretrain --data.skip FILE.jsonl and eval --skip FILE.jsonl
     leave them out"""
-    limit: int | None = None
+    limit: Annotated[int | None, option("INT")] = None
     """look at this many of each part, evenly spread, instead of all"""
     changes: Changes = field(default_factory=dict)
 
@@ -183,7 +193,7 @@ class Doctor:
 
     run: Annotated[Positional[str], arg(metavar="RUN")]
     """a run directory; or a checkpoint, which is then measured on --data"""
-    data: str | None = None
+    data: Annotated[str | None, option("DATA")] = None
     """measure now, on these images, instead of reading what training logged"""
     json: bool = False
     """the diagnosis as one line of JSON"""
@@ -216,11 +226,11 @@ class Analyse:
     """noise: sigma against |A| and |m~|; similarity: of positions; prediction: heat maps;
     collapse: why A is tied; smoothing: the best predictor; pca: feature maps; masks: their
     preview; uncertainty: error, and spread over noise"""
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
+    runs: Annotated[Positional[tuple[Path, ...]], option("[RUN ...]")] = ()
     """run directories; several are compared"""
-    out: Path | None = None
+    out: Annotated[Path | None, option("FOLDER")] = None
     """folder for the figures; default: RUN/figures"""
-    data: str | None = None
+    data: Annotated[str | None, option("DATA")] = None
     """images to look at; default: those the run was trained on"""
 
     def __call__(self) -> None:
@@ -234,11 +244,11 @@ class Analyse:
 class Report:
     """Write one self-contained HTML page about a run, or about several to compare."""
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[Positional[tuple[Path, ...]], option("RUN [RUN ...]")]
     """run directories; the first is the subject, the others are set beside it"""
-    out: Path | None = None
+    out: Annotated[Path | None, option("FILE")] = None
     """where to write; default: RUN/report.html"""
-    data: str | None = None
+    data: Annotated[str | None, option("DATA")] = None
     """images to show; default: those the run was trained on"""
 
     def __call__(self) -> None:
@@ -262,7 +272,7 @@ class Inspect:
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """a run, a checkpoint, a folder of Hugging Face, or a file of ours or of others"""
-    heads: int | None = None
+    heads: Annotated[int | None, option("INT")] = None
     """attention heads, of a width that is no known size"""
 
     def __call__(self) -> None:
@@ -284,7 +294,7 @@ class Export:
     """a new folder"""
     branch: Branch = "target"
     """target: the EMA encoder, which the papers evaluate; context: the trained one"""
-    heads: int | None = None
+    heads: Annotated[int | None, option("INT")] = None
     """attention heads, of a width that is no known size"""
 
     def __call__(self) -> None:
@@ -307,12 +317,14 @@ class Features:
     """that many of the last blocks, one after the other"""
     pool: Literal["auto", "mean", "cls"] = "auto"
     """mean over patches, or the class token; auto: the class token if there is one"""
-    size: int | None = None
+    size: Annotated[int | None, option("INT")] = None
     """edge of the middle square that is shown; default: what the encoder was made for"""
-    skip: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    skip: Annotated[Path | None, option("FILE.jsonl")] = None
     """leave out the images that it lists: see `stopmim check --fix-list`"""
     branch: Branch = "target"
-    heads: int | None = None
+    """target: the EMA encoder, which the papers evaluate; context: the trained one"""
+    heads: Annotated[int | None, option("INT")] = None
+    """attention heads, of a width that is no known size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __call__(self) -> None:
@@ -342,7 +354,7 @@ class Bench:
     """step: forward, backward, update; masks: drawing them; growth: step time against its causes;
     loader: reading images, against the usual pipeline; index: finding them; probe: linear
     classifiers"""
-    preset: str | None = None
+    preset: Annotated[str | None, option("NAME|FILE")] = None
     """default: vit_b16_stop on a GPU, tiny_cpu on a CPU, with the usual batch of one GPU"""
     masks: Literal["own", "published"] = "own"
     """step: shapes of the config's likeliest masks, or the mean token counts of released ones"""
@@ -354,7 +366,7 @@ class Bench:
     """step: what its time goes to, kernel by kernel"""
     rounds: int = 10
     """how often each is measured"""
-    out: Path | None = None
+    out: Annotated[Path | None, option("FOLDER")] = None
     """folder for a dated Markdown file with the figures"""
     changes: Changes = field(default_factory=dict)
 
@@ -484,16 +496,19 @@ def _one_line(box: str, words: list[str]) -> str:
     known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", said)
     if known and (lost := _no_such_command(words, known[1].strip().split(", "))):
         return lost
-    meant = near.split()[0] if near else ""
-    if unknown := re.match(r"Unrecognized or misplaced options: (--[\w.-]+)", said):
-        said = f"{words[0]}: no option {unknown[1]}"
-        meant = _key_of(unknown[1]) if words[0] in TAKE_KEYS else ""
-    hint = f'did you mean "{meant}"?' if meant else ""
+    close = near.split()[0] if near else ""
+    if unknown := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
+        said = f"{words[0]}: no option {unknown[2]}"
+        if unknown[1]:  # what is near is an option of another command
+            close = _key_of(unknown[2]) if words[0] in TAKE_KEYS else ""
+    hint = f'did you mean "{close}"?' if close else ""
     if extra := re.match(r"Unrecognized options: ([^-].*)", said):
         said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+    for theirs, ours in REWORDED.items():
+        said = re.sub(theirs, ours, said)
     given = words[: 2 if words[:1] == ["eval"] else 1]
     command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
-    return "; ".join(filter(None, [said.strip(" ."), hint, f"see {command}"]))
+    return "; ".join(filter(None, [said.strip(" .,"), hint, f"see {command}"]))
 
 
 def _key_of(option: str) -> str:
@@ -509,10 +524,8 @@ def _no_such_command(words: list[str], names: list[str]) -> str:
     word = next(iter(words[len(above) :]), "")
     if word in names:
         return ""
-    near = difflib.get_close_matches(word, names, 1)
     given = f'no command "{word}"' if word else "a command is missing"
-    hint = [f'did you mean "{near[0]}"?'] if near else []
-    return ": ".join([*above, "; ".join([given, *hint, f"there are {', '.join(names)}"])])
+    return ": ".join([*above, f"{given}; {meant(word, names)}there are {', '.join(names)}"])
 
 
 def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -13,33 +13,41 @@ RecipeName = Literal[
 ]  # fmt: skip
 
 
+def option(metavar: str) -> Any:
+    """Of an option that may be left out: what its value is called in the help.
+
+    Its text says what happens without it, and "(default: None)" would say it once more and worse.
+    """
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
 @dataclass(frozen=True)
 class Asked:
     """What all evaluations of a frozen encoder on images have in common."""
 
-    data: Annotated[str | None, arg(metavar="DATA")] = None
+    data: Annotated[str | None, option("DATA")] = None
     """images with labels, in a train and a test part: a folder that has both, or scenes:N:SIZE:SEED
     (tested on SEED + 1); default: scenes:4096 of the encoder's size"""
-    train: Annotated[str | None, arg(metavar="DATA")] = None
+    train: Annotated[str | None, option("DATA")] = None
     """labelled images to fit on, if the parts lie in different places; with --test"""
-    test: Annotated[str | None, arg(metavar="DATA")] = None
+    test: Annotated[str | None, option("DATA")] = None
     """labelled images to test on"""
-    hold_out: Annotated[float | None, arg(metavar="SHARE")] = None
+    hold_out: Annotated[float | None, option("SHARE")] = None
     """for --data in one part: test on this share of each class, as 0.2, and fit on the rest"""
-    skip: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    skip: Annotated[Path | None, option("FILE.jsonl")] = None
     """leave out the images that it lists, of both parts: see `stopmim check --fix-list`"""
-    label: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
+    label: Annotated[tuple[str, ...], option("NAME ...")] = ()
     """which labels, as count distance; default: all"""
     branch: Literal["target", "context"] = "target"
     """which encoder of a run: the EMA, which the papers evaluate, or the trained one"""
-    size: int | None = None
+    size: Annotated[int | None, option("INT")] = None
     """edge of the images shown; default: what the encoder was made for"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
     seed: int = 0
     """of every split and draw"""
-    out: Annotated[Path | None, arg(metavar="FILE|RUN")] = None
+    out: Annotated[Path | None, option("FILE|RUN")] = None
     """where a line per number goes; default: results.jsonl of the run, if ENCODER is one"""
 
     def request(self, **more: Any) -> Any:
@@ -114,7 +122,7 @@ class Lowshot(Asked):
     """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
     per_class: int = 25
     """labelled images of each class, drawn by the seed"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
+    list: Annotated[Path | None, option("FILE")] = None
     """file names of the labelled images instead, as 1percent.txt"""
     released: bool = False
     """as the released code: test features standardised among themselves, images resized to SIZE"""
@@ -138,12 +146,16 @@ class Finetune(Asked):
     """the last epoch, or, as papers may do, the best one on test"""
     per_class: int = 25
     """labelled images of each class, drawn by the seed; 0: all"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
+    list: Annotated[Path | None, option("FILE")] = None
     """file names of the labelled images instead, as 1percent.txt"""
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    weight_decay: float | None = None
+    epochs: Annotated[int | None, option("INT")] = None
+    """default: as in the recipe"""
+    batch_size: Annotated[int | None, option("INT")] = None
+    """default: as in the recipe"""
+    lr: Annotated[float | None, option("FLOAT")] = None
+    """default: as in the recipe"""
+    weight_decay: Annotated[float | None, option("FLOAT")] = None
+    """default: as in the recipe"""
     random_init: bool = False
     """fine-tune from random weights as well, to have that number beside; takes twice as long"""
 
@@ -164,9 +176,9 @@ class Tracking:
     """run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"""
     videos: Annotated[str, arg(metavar="VIDEOS")] = "scenes"
     """a folder of DAVIS, or scenes[:count[:size[:seed]]]"""
-    video_size: int | None = None
+    video_size: Annotated[int | None, option("INT")] = None
     """edge of the shorter side of a frame; default: 480, and twice the encoder's for scenes"""
-    year: Literal["2016", "2017"] | None = None
+    year: Annotated[Literal["2016", "2017"] | None, option("2016|2017")] = None
     """of DAVIS: one object a video, or several; default: what the folder has a list of"""
     n_last_frames: int = 7
     """that labels are taken from, besides the first one"""
@@ -175,14 +187,14 @@ class Tracking:
     topk: int = 5
     """patches that a patch takes its labels from"""
     temperature: float = 0.1
-    compat: Literal["released"] | None = None
+    compat: Annotated[Literal["released"] | None, option("released")] = None
     """as DINO's code: frames are not resized to whole patches, red is divided by 0.228"""
-    pictures: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    pictures: Annotated[Path | None, option("FOLDER")] = None
     """write what was found: PNGs as the DAVIS evaluation reads them, and a sheet per video"""
     branch: Literal["target", "context"] = "target"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
-    out: Annotated[Path | None, arg(metavar="FILE|RUN")] = None
+    out: Annotated[Path | None, option("FILE|RUN")] = None
     """where a line per number goes; default: results.jsonl of the run, if ENCODER is one"""
 
     def __call__(self) -> None:
@@ -209,9 +221,9 @@ class Suite(Asked):
     """see stopmim eval linear"""
     per_class: int = 25
     """labelled images of each class in the low-shot protocol"""
-    list: Annotated[Path | None, arg(metavar="FILE")] = None
+    list: Annotated[Path | None, option("FILE")] = None
     """file names of the labelled images instead, as 1percent.txt"""
-    videos: Annotated[str | None, arg(metavar="VIDEOS")] = None
+    videos: Annotated[str | None, option("VIDEOS")] = None
     """for tracking: a folder of DAVIS, or scenes[:count[:size[:seed]]]; default: scenes, if the
     images are"""
 

@@ -16,6 +16,7 @@ from stopmim.evals.features import extract, rankme
 from stopmim.evals.knn import knn_accuracy
 from stopmim.evals.linear import linear_probe
 from stopmim.mim import build
+from stopmim.plan import configure
 from stopmim.run import Run
 from stopmim.train import pretrain
 from stopmim.vit import Encoder
@@ -28,10 +29,10 @@ QUESTIONS = ("count", "distance", "shape")  # objects; depth and shape of the ne
 
 def demo(out: Path, changes: dict[str, Any]) -> Run:
     """Runs everything and says where the report is."""
-    begin = time.monotonic()
+    begin, config = time.monotonic(), configure("tiny_cpu", changes)
     say(f"rendering {TRAIN} scenes to learn from")
     images = Scenes(TRAIN, size=48, seed=0)
-    run = pretrain(images, out, "tiny_cpu", **changes)
+    run = pretrain(images, out, config)
     say(f"evaluating frozen features on {TEST} new scenes, {PROBE} labelled ones to learn from")
     results = evaluate(run)
     (out / "results.jsonl").unlink(missing_ok=True)

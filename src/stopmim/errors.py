@@ -4,6 +4,15 @@ A message is one line that says what is wrong, where, what was got, and what to 
 mistake inside the library is a ValueError; anything else that escapes is a bug (exit code 1).
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    """What to say, within a message, of the one of `names` that is most like `word`, if any is."""
+    near = difflib.get_close_matches(word, list(names), 1)
+    return f'did you mean "{near[0]}"?; ' if near else ""
+
 
 class UserError(Exception):
     """A configuration or usage that cannot work."""

@@ -26,7 +26,7 @@ from stopmim.interop import (
 )
 from stopmim.mim import MaskedImageModel
 from stopmim.positions import JitteredPositions, StochasticPositions, sincos_2d
-from stopmim.run import Run
+from stopmim.run import Run, begun
 from stopmim.untrusted import metadata, read_json, read_tree
 from stopmim.vit import Encoder, VisionTransformer
 
@@ -122,7 +122,7 @@ def _ours(path: Path) -> Identity:
     config = Config.model_validate(about["config"], strict=False)
     epoch = None
     if is_run:
-        epoch = about["step"] // (Run(path).about["data"]["images"] // config.optim.batch_size)
+        epoch = about["step"] // (begun(path)["data"]["images"] // config.optim.batch_size)
     return Identity(
         path,
         f"stopmim {'run' if is_run else 'checkpoint'}",

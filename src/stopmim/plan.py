@@ -1,6 +1,5 @@
 """From a preset's name to a config that is proved to work, and what it amounts to."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from stopmim import masking
 from stopmim.config import Config, MaskingConfig, from_yaml, override, resolve, to_yaml
-from stopmim.errors import UserError
+from stopmim.errors import UserError, meant
 from stopmim.mim import build
 from stopmim.presets import PRESETS
 
@@ -43,9 +42,8 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
 def _no_such(preset: str) -> str:
     if preset.endswith((".yaml", ".yml")):
         return f"{preset}: no such file; `stopmim presets` lists the names that need none"
-    near = difflib.get_close_matches(preset, PRESETS, 1)
-    hint = f'did you mean "{near[0]}"?; ' if near else ""
-    return f"{preset}: no such preset or file; {hint}presets are {', '.join(PRESETS)}"
+    near = meant(preset, PRESETS)
+    return f"{preset}: no such preset or file; {near}presets are {', '.join(PRESETS)}"
 
 
 def multiblock_options(config: MaskingConfig) -> dict[str, Any]:

@@ -51,12 +51,15 @@ class Run:
     def about(self) -> dict[str, Any]:
         """`run.json`."""
         try:
-            return json.loads((self.path / "run.json").read_bytes())
+            tree = json.loads((self.path / "run.json").read_bytes())
         except FileNotFoundError:
             why = "there is no run.json in it" if self.path.is_dir() else "no such folder"
             raise CheckpointError(f"{self.path}: not a run directory: {why}") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: not a run directory: run.json: {error}") from None
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{self.path}: not a run directory: run.json holds no object")
+        return tree
 
     @property
     def config(self) -> Config:
@@ -181,7 +184,7 @@ def begin(
     }
     data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
     if file.exists():
-        about = Run(path).about
+        about = begun(path)
         _same_config(path, about["config"], config)
         if about["data"]["fingerprint"] != data["fingerprint"]:
             raise DataError(
@@ -195,6 +198,19 @@ def begin(
             raise CheckpointError(f"{path}: has checkpoints but no run.json; choose another --out")
         about = {"config": config.model_dump(mode="json"), "data": data, "starts": [start]}
     write_whole(file, json.dumps(about, indent=1))
+
+
+def begun(path: Path) -> dict[str, Any]:
+    """run.json, proved to have what a run is asked for when it goes on."""
+    about = Run(path).about
+    match about:
+        case {
+            "config": {},
+            "data": {"source": _, "images": int(), "fingerprint": _},
+            "starts": [{"threads": int()}, *_],
+        }:
+            return about
+    raise CheckpointError(f"{path}: not a run directory: run.json is not as stopmim writes it")
 
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:

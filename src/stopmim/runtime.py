@@ -11,7 +11,7 @@ import torch
 
 from stopmim.config import Config
 from stopmim.errors import UserError
-from stopmim.run import Run
+from stopmim.run import begun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +64,7 @@ def compiled(function: Callable[P, R], config: Config, device: torch.device) -> 
 def set_threads(path: Path, wanted: int | None) -> None:
     """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
     if wanted is None and (path / "run.json").exists():
-        wanted = Run(path).about["starts"][0]["threads"]
+        wanted = begun(path)["starts"][0]["threads"]
     if wanted is not None:
         torch.set_num_threads(wanted)
 

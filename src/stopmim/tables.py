@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stopmim.config import Config, parse_yaml
-from stopmim.errors import UserError
+from stopmim.errors import UserError, meant
 
 Changes = dict[str, Any]
 Numbers = Mapping[str, float]
@@ -65,7 +65,8 @@ class Table:
         """The rows called `names`, in the order of the table; all if there are none."""
         known = [row.name for row in self.rows]
         if unknown := [name for name in names if name not in known]:
-            raise UserError(f"--rows {unknown[0]}: no such row; there are {', '.join(known)}")
+            near = meant(unknown[0], known)
+            raise UserError(f"--rows {unknown[0]}: no such row; {near}there are {', '.join(known)}")
         return tuple(row for row in self.rows if not names or row.name in names)
 
     def quoted(self, name: str, arch: str = "") -> Numbers:

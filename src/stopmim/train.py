@@ -308,7 +308,9 @@ def _train(
                 )
             if log:
                 line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
-                line |= {name: float(value) for name, value in values.items()}
+                # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
+                seen = {name: float(value) for name, value in values.items()}
+                line |= {name: value for name, value in seen.items() if math.isfinite(value)}
                 if config.target == "pixels":
                     del line["momentum"]  # of nothing
                 line |= _norms(model) | clock.read(step, optim.batch_size) | _peak_memory(device)
@@ -321,7 +323,7 @@ def _train(
                     say(news)
                 ticker.update(
                     step,
-                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {line['target_std']:.3f}"
+                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {seen['target_std']:.3f}"
                     f"  {line['images_per_s']:.0f} img/s",
                 )
             if save:
@@ -333,6 +335,8 @@ def _train(
                 raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
             if step == stop_at:
                 return
+    if n_bad := len(bad_files.names):
+        say(f"{bad_files.path}: {n_bad} of {len(images)} images were unreadable, and replaced")
 
 
 def _resume(

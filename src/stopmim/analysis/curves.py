@@ -62,7 +62,7 @@ PANELS = (
     Panel(
         "Norms of A and the mask token",
         (("norm_A", "|A|"), ("norm_mask_token", "|m~|")),
-        "A carries the noise of the positions; if it shrinks, so does the uncertainty",
+        "with StoP, A carries the noise of the positions; if it shrinks, so does the uncertainty",
     ),
     Panel("Learning rate", (("lr", "rate"),), "of AdamW, for all parameters"),
     Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 is standstill"),

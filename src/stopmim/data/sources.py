@@ -273,7 +273,7 @@ def _scenes(text: str, split: Split | None) -> Scenes:
 def parse_scenes(text: str) -> tuple[int, int, int]:
     """Count, size and seed of ``scenes[:count[:size[:seed]]]``, without rendering any."""
     _, *numbers = text.split(":")
-    if not all(n.isdecimal() and int(n) > 0 for n in numbers[:2]) or len(numbers) > 3:
+    if not all(map(str.isdecimal, numbers)) or 0 in map(int, numbers[:2]) or len(numbers) > 3:
         raise UserError(f"{text}: expected scenes[:count[:size[:seed]]], as scenes:10000:64")
     count, size, seed = [int(n) for n in numbers] + [8192, 64, 0][len(numbers) :]
     return count, size, seed

@@ -70,7 +70,7 @@ class Request:
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, low in {"size": 1, "video_size": 1, "views": 0}.items():
+        for name, low in {"size": 1, "video_size": 1, "views": 0, "seed": 0}.items():
             given = getattr(self, name)
             if given is not None and given < low:
                 raise UserError(f"--{name.replace('_', '-')} {given}: expected {low} or more")

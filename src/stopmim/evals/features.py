@@ -105,8 +105,8 @@ def read(images: Images, i: int) -> np.ndarray:
         return images.read(i)
     except BadImageError as error:
         raise DataError(
-            f"{images.name(i)}: {error}; an evaluation leaves no image out by itself: mend or "
-            f"remove it, or leave it out with --skip FILE, see stopmim check --fix-list"
+            f"{images.name(i)}: {error}; no image is left out unasked: mend or remove it, or "
+            f"leave it out with --skip FILE, see stopmim check --fix-list"
         ) from None
 
 

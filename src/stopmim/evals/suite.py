@@ -102,7 +102,7 @@ def measure(encoder: Encoder, train: Images, test: Images, options: Options) -> 
     names = choose_labels(train, test, options.labels)  # complains before any work
     data = [cache.of_images(images, names) for images in (train, test)]
     few = (
-        options.few.read_bytes() if isinstance(options.few, Path) and options.few.exists() else b""
+        options.few.read_bytes() if isinstance(options.few, Path) and options.few.is_file() else b""
     )
     asked = (*data, few, options)
     return _kept(encoder, asked, lambda: list(_ask(encoder, train, test, options)))

@@ -52,7 +52,8 @@ def write(
     Without `images`, those that run.json names are opened again; either way they are shown only if
     they are the ones the run began with. `others` are set beside it, in curves and a table.
     """
-    about, metrics, results = _mapping(run.about), run.metrics, run.results
+    about, *_ = [one.about for one in (run, *others)]  # what is no run is refused
+    metrics, results = run.metrics, run.results
     differ = differing(results)
     config, config_missing = _attempt(lambda: _config(run, about))
     views, previews_missing = _attempt(lambda: _views(about, config, images))
