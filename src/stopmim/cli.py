@@ -8,7 +8,9 @@ import difflib
 import io
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from stopmim.errors import DataError, RowsFailedError, UserError
 
 Changes = Suppress[dict[str, Any]]
 TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # --optim.lr 1e-3 and the like
+PATIENCE = 3.0  # seconds for a rank to say what is wrong
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 
 
@@ -434,6 +437,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in str(error).splitlines():
             print(f"stopmim: error: {printable(line)}", file=sys.stderr)
+        if not str(error):
+            _leave_last(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -473,6 +478,12 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
 def _is_first() -> bool:
     """Whether this is the process that speaks, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _leave_last(code: int) -> None:
+    """Waits, as a rank that leaves the word to another: launchers end all when the first ends."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(PATIENCE)
 
 
 def _one_line(box: str, words: list[str]) -> str:

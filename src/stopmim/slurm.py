@@ -1,4 +1,4 @@
-"""Training as a SLURM job: one task per GPU, queued again when its time is up or others need its GPUs.
+"""Training as a SLURM job: one task per GPU, queued again when its time is up or it is preempted.
 
 A plain batch script does it, because the same command goes on with a run: whatever ends a job,
 starting it again is all there is to do. No daemon, no pickled function, nothing to install.
