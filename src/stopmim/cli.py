@@ -337,6 +337,17 @@ class Features:
         )
 
 
+# What each benchmark heeds, besides --out.
+HEEDED = {
+    "step": ("preset", "masks", "twin", "profile", "rounds", "changes"),
+    "masks": ("preset", "rounds", "changes"),
+    "growth": ("rounds", "changes"),
+    "loader": ("rounds",),
+    "index": ("rounds",),
+    "probe": ("paper",),
+}
+
+
 @dataclass(frozen=True)
 class Bench:
     """Measure speed; one JSON line for each figure."""
@@ -366,6 +377,15 @@ class Bench:
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: at least one is needed")
+        for name in {"preset", "masks", "twin", "profile", "rounds", "paper"} - {
+            *HEEDED[self.what]
+        }:
+            if getattr(self, name) != getattr(Bench, name):
+                raise UserError(f"bench {self.what}: --{name} has no effect")
+        if self.changes and "changes" not in HEEDED[self.what]:
+            raise UserError(f"bench {self.what}: --{next(iter(self.changes))} has no effect")
+        if self.out is not None:
+            bench.check_folder(self.out)
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
