@@ -81,6 +81,17 @@ def together(
     return finish(start(size, folder, job, env or {}), folder)
 
 
+def launched(size: int, folder: Path, job: Callable[[int], object]) -> list[Ended]:
+    """As `together`, by a launcher like torchrun: when one has failed, the others have to leave."""
+    processes = start(size, folder, job, {})
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not any(process.exitcode for process in processes):
+        time.sleep(0.02)
+    for process in processes:
+        process.terminate()
+    return finish(processes, folder)
+
+
 def complaints(ended: list[Ended]) -> list[str]:
     """The error lines of all ranks together."""
     return [line for rank in ended for line in rank.said.splitlines() if "stopmim: error:" in line]

@@ -38,6 +38,14 @@ def test_operations_are_those_of_the_architecture() -> None:
     assert count_flops(config, masks) / 2 == pytest.approx(expected, rel=1e-3)
 
 
+def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
+    counts = set()
+    for recompute in ("on", "off"):
+        config = configure("vit_b16_stop", {"runtime.recompute": recompute})
+        counts.add(count_flops(config, published_masks(config, 1, torch.Generator())))
+    assert len(counts) == 1
+
+
 def test_published_masks_are_of_published_architectures() -> None:
     config = configure("tiny_cpu", {})
     with pytest.raises(UserError, match="no published masks for vit_micro6"):

@@ -106,6 +106,10 @@ TINY = [
         ("presets --seed 1", 2, "presets: takes no config key"),
         ("bench speed", 2, "invalid choice 'speed'"),
         ("bench masks --rounds 0", 2, "--rounds 0: at least one"),
+        ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),
+        ("bench loader --optim.batch_size 4", 2, "bench loader: --optim.batch_size has no effect"),
+        ("bench probe --rounds 3", 2, "bench probe: --rounds has no effect"),
+        ("bench step --out {tmp}/file", 5, "file: cannot write here: File exists"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_exit_code(

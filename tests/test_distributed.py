@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ranks import complaints, finish, start, together
+from ranks import complaints, finish, launched, start, together
 from stopmim import Run, pretrain, train, update
 from stopmim.cli import main
 from stopmim.config import Config, override
 from stopmim.data import Order, loader, shares
+from stopmim.distributed import joined
 from stopmim.errors import DataError, UserError
 from stopmim.mim import build
 from stopmim.plan import configure
@@ -307,15 +309,43 @@ def test_a_rank_without_git_agrees_and_one_with_other_code_does_not(tmp_path: Pa
     assert "rank 1 has another git state: 'a+', rank 0 has 'a'" in complaints(ended)[0]
 
 
-def call(words: list[str], _: int) -> None:
-    os._exit(main(words))
+def test_what_every_rank_finds_wrong_is_said_however_late_the_first_one_is(tmp_path: Path) -> None:
+    fine = ["pretrain", "scenes:64:48", "--preset", "tiny_cpu", "--out", str(tmp_path / "run")]
+
+    def job(words: list[str], env: dict[str, str], here: int) -> None:
+        os.environ |= env
+        time.sleep(0.3 * (1 - here))
+        os._exit(main(words))
+
+    restarts = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for words, env, what in (
+        (["pretrian"], {}, 'no command "pretrian"; did you mean "pretrain"?'),
+        ([*fine, "--optim.lrr", "1"], {}, "optim.lrr"),
+        (["pretrain", "nowhere", *fine[2:]], {}, "nowhere: no such folder or file"),
+        (fine, restarts, "works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        (fine, {"STOPMIM_TIMEOUT": "5 s"}, "STOPMIM_TIMEOUT: expected seconds, as 600, got '5 s'"),
+    ):
+        ended = launched(2, tmp_path / "logs", functools.partial(job, words, env))
+        (line,) = complaints(ended)
+        assert what in line
+        code = 3 if "nowhere" in words else 2
+        assert code in {rank.code for rank in ended} <= {code, -signal.SIGTERM}, what
 
 
-def test_a_usage_error_is_said_once(tmp_path: Path) -> None:
-    for words in (["pretrian"], ["pretrain", "x", "--out", "y", "--optim.lrr", "1"]):
-        ended = together(2, tmp_path, functools.partial(call, words))
-        assert [rank.code for rank in ended] == [2, 2]
-        assert len(complaints(ended)) == 1
+def test_no_rank_goes_on_before_all_are_connected(tmp_path: Path) -> None:
+    def job(here: int) -> None:
+        real = dist.init_process_group
+
+        def connect(*args: Any, **options: Any) -> None:
+            real(*args, **options)
+            time.sleep(0.5 * here)
+            (tmp_path / f"{here} connected").touch()
+
+        dist.init_process_group = connect
+        with joined():
+            assert (tmp_path / "1 connected").exists()
+
+    assert [rank.code for rank in together(2, tmp_path / "logs", job)] == [0, 0]
 
 
 def test_a_world_that_cannot_be_joined_is_never_trained_alone(tmp_path: Path) -> None:

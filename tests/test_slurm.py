@@ -15,7 +15,7 @@ WORDS = ["pretrain", "my images", "--preset", "tiny_cpu", "--optim.ema", "0.9", 
 
 # One task after the other is started, each in the background, as srun does.
 SRUN = """#!/bin/bash
-shift
+while [[ $1 == --* ]]; do echo "$1" >> "$NOTES/srun"; shift; done
 for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$((i % 2)) "$@" & done
 code=0
 for job in $(jobs -p); do wait $job || code=$?; done
@@ -31,7 +31,8 @@ exit "$CODE"
 """
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$NOTES/scontrol"
-if [ "$1" = show ]; then echo node7; echo node8; fi
+if [ "$2" = hostnames ]; then echo node7; echo node8; fi
+if [ "$2" = job ]; then echo "$JOB"; fi
 """
 SCANCEL = """#!/bin/bash
 echo "$@" >> "$NOTES/scancel"
@@ -114,6 +115,39 @@ def test_the_job_is_queued_again_when_its_time_is_up(
     assert "requeue 41234" in (notes / "scontrol").read_text()
 
 
+def about(state: str, preempted: str) -> str:
+    """As `scontrol show job` has it; what may be preempted has a time from which on."""
+    return f"JobState={state} Reason=None\n PreemptEligibleTime=2026-11-16 PreemptTime={preempted}"
+
+
+@pytest.mark.parametrize(
+    ("code", "job_is", "again"),
+    [
+        (143, about("RUNNING", "2026-11-16T04:00:00"), True),
+        (143, about("COMPLETING", "2026-11-16T04:00:00"), False),  # by scancel
+        (143, about("RUNNING", "None"), False),
+        (6, about("RUNNING", "2026-11-16T04:00:00"), False),  # it would fail again
+    ],
+)
+def test_a_job_that_ends_because_it_is_preempted_is_queued_again_and_no_other(
+    job: Path, notes: Path, monkeypatch: pytest.MonkeyPatch, code: int, job_is: str, again: bool
+) -> None:
+    monkeypatch.setenv("CODE", str(code))
+    monkeypatch.setenv("JOB", job_is)
+    assert subprocess.run(["bash", str(job)], check=False).returncode == code
+    assert ("requeue 41234" in (notes / "scontrol").read_text()) == again
+
+
+def test_tasks_get_the_cores_that_the_job_asked_for(
+    job: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["bash", str(job)], check=True)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    subprocess.run(["bash", str(job)], check=True)
+    stop = "--kill-on-bad-exit=1"
+    assert (notes / "srun").read_text().split() == [stop, stop, "--cpus-per-task=12"]
+
+
 def test_a_job_is_submitted_and_named(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = notes / "new" / "run"
     assert main([*WORDS, "--out", str(out), "--slurm", "1x8"]) == 0
@@ -158,6 +192,8 @@ def test_a_log_that_has_no_place_is_one_line(
         (["--slurm", "1x3", "--optim.batch_size", "64"], "64 images cannot be shared by 3 GPUs"),
         (["--slurm", "1x8", "--optim.lrr", "1"], "unknown key"),
         (["--sbatch", "partition=x"], "without --slurm"),
+        (["--slurm", "1x8", "--sbatch", "comment='a"], '--sbatch: "comment=\'a": no closing quota'),
+        (["--slurm", "1x8", "--sbatch", "comment='a\nb'"], "a batch script cannot hold"),
     ],
 )
 def test_a_job_that_cannot_work_is_refused_before_it_waits_in_a_queue(

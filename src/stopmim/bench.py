@@ -11,6 +11,7 @@ import json
 import platform
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -27,7 +28,7 @@ from stopmim import masking
 from stopmim._version import __version__
 from stopmim.config import Config
 from stopmim.data import shares
-from stopmim.errors import UserError
+from stopmim.errors import StorageError, UserError
 from stopmim.keys import torch_generator
 from stopmim.mim import Batch, build
 from stopmim.optim import adamw, rates
@@ -287,7 +288,11 @@ def published_masks(config: Config, batch: int, generator: torch.Generator) -> m
 
 
 def count_flops(config: Config, masks: masking.Masks) -> float:
-    """Operations of the matrix products of one update, as torch counts them, without doing any."""
+    """Operations of the matrix products of one update, as torch counts them, without doing any.
+
+    Once each: what `runtime.recompute` does twice is no use, only its cost.
+    """
+    config = configure(config, {"runtime.recompute": "off"})
     with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):  # its products are seen, others' not
         model = build(config).train()
         images = torch.empty(1, 3, config.image_size, config.image_size)
@@ -388,6 +393,16 @@ def machine(device: torch.device) -> dict[str, Any]:
         "stopmim": __version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def check_folder(folder: Path) -> None:
+    """Whether figures can be written there: to be asked before minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
 
 
 def written(lines: list[dict[str, Any]], folder: Path | None, what: str) -> str:

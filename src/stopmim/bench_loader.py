@@ -25,6 +25,7 @@ from PIL import Image
 
 from stopmim.bench import machine, written
 from stopmim.config import Config, OptimConfig, RuntimeConfig
+from stopmim.console import say
 from stopmim.data import Images, loader, open_images
 from stopmim.data.cache import SETTLED_NS
 from stopmim.data.decode import decode
@@ -58,10 +59,10 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
             (root / f"{i % 100:02}" / f"{i}.jpg").touch()
         time.sleep(SETTLED_NS / 1e9)  # no index is kept of a folder that may still be changing
         with _cache_at(""):
-            anew = _in_turn({"": lambda: open_images(root)}, rounds)[""]
+            anew = _in_turn({"anew": lambda: open_images(root)}, rounds)["anew"]
         with _cache_at(str(Path(folder) / "cache")):
-            kept = _in_turn({"": lambda: open_images(root)}, rounds)[""]
-    rendered = _in_turn({"": lambda: Scenes(RENDERED, 64)}, rounds)[""]
+            kept = _in_turn({"kept": lambda: open_images(root)}, rounds)["kept"]
+    rendered = _in_turn({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
     about = {"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}
     seconds = [
         {"bench": f"{INDEXED} files, {what}", "seconds": round(statistics.median(times), 2)}
@@ -172,6 +173,7 @@ def _in_turn(
 
     For a single thread the clock is that of its own work, which others on the machine disturb less.
     """
+    say(f"{rounds} rounds of {', '.join(runs)}")
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():

@@ -7,7 +7,9 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,7 @@ REWORDED = {  # what tyro says of a value, in our words
         r"\1: expected a number, got \2"
     ),
 }
+PATIENCE = 3.0  # seconds for a rank to say what is wrong
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 
 
@@ -346,6 +349,17 @@ class Features:
         )
 
 
+# What each benchmark heeds, besides --out.
+HEEDED = {
+    "step": ("preset", "masks", "twin", "profile", "rounds", "changes"),
+    "masks": ("preset", "rounds", "changes"),
+    "growth": ("rounds", "changes"),
+    "loader": ("rounds",),
+    "index": ("rounds",),
+    "probe": ("paper",),
+}
+
+
 @dataclass(frozen=True)
 class Bench:
     """Measure speed; one JSON line for each figure."""
@@ -375,6 +389,15 @@ class Bench:
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: at least one is needed")
+        for name in {"preset", "masks", "twin", "profile", "rounds", "paper"} - {
+            *HEEDED[self.what]
+        }:
+            if getattr(self, name) != getattr(Bench, name):
+                raise UserError(f"bench {self.what}: --{name} has no effect")
+        if self.changes and "changes" not in HEEDED[self.what]:
+            raise UserError(f"bench {self.what}: --{next(iter(self.changes))} has no effect")
+        if self.out is not None:
+            bench.check_folder(self.out)
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
@@ -446,6 +469,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in str(error).splitlines():
             print(f"stopmim: error: {printable(line)}", file=sys.stderr)
+        if not str(error):
+            _leave_last(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -485,6 +510,12 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
 def _is_first() -> bool:
     """Whether this is the process that speaks, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _leave_last(code: int) -> None:
+    """Waits, as a rank that leaves the word to another: launchers end all when the first ends."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(PATIENCE)
 
 
 def _one_line(box: str, words: list[str]) -> str:

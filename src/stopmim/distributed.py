@@ -98,17 +98,18 @@ def _join() -> World:
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ):
         # Restarted ranks would meet the keys of those that died, and hang or die themselves.
-        raise UserError(
+        raise _said_once(
             "torchrun --max-restarts: works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
             "environment; set it"
-            if os.environ["RANK"] == "0"
-            else ""
         )
+    try:
+        timeout = datetime.timedelta(seconds=float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT)))
+    except (ValueError, OverflowError):
+        given = os.environ["STOPMIM_TIMEOUT"]
+        raise _said_once(f"STOPMIM_TIMEOUT: expected seconds, as 600, got {given!r}") from None
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     both = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        seconds = float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT))
-        timeout = datetime.timedelta(seconds=seconds)
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",
@@ -117,12 +118,20 @@ def _join() -> World:
             world_size=size,
             timeout=timeout,
         )
+        # Who fails and leaves while others still connect would make them fail to.
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{other}" for other in range(size)], timeout)
         return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
     except (RuntimeError, ValueError) as error:
         raise ResourceError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
             f"{where}: {str(error).splitlines()[0]}; are all of them started?"
         ) from None
+
+
+def _said_once(text: str) -> UserError:
+    """Of what every rank finds out by itself."""
+    return UserError(text if os.environ["RANK"] == "0" else "")
 
 
 def is_broken(error: BaseException) -> bool:
@@ -191,7 +200,7 @@ def agree(world: World, about: Mapping[str, Any]) -> None:
     """Raises UserError unless every rank has the same `about`."""
     first, *others = world.gather(dict(about))
     for rank, other in enumerate(others, start=1):
-        for key in first.keys() | other.keys():
+        for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
                 raise UserError(
                     f"rank {rank} has another {key}: {other.get(key)!r}, rank 0 has "

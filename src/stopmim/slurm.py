@@ -1,4 +1,4 @@
-"""Training as a SLURM job: one task per GPU, queued again when its time is up.
+"""Training as a SLURM job: one task per GPU, queued again when its time is up or it is preempted.
 
 A plain batch script does it, because the same command goes on with a run: whatever ends a job,
 starting it again is all there is to do. No daemon, no pickled function, nothing to install.
@@ -37,11 +37,18 @@ trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={gpus}
-srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank \\
+cpus=${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}}  # srun does not inherit it
+srun --kill-on-bad-exit=1 $cpus \\
+  bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank \\
   {command} &
 step=$!
 wait $step; code=$?
 while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal cut the first wait short
+# Preempted, with time to save: SLURM does not queue what ended by itself. Not so if cancelled.
+about=$(scontrol show job "$SLURM_JOB_ID")
+if [[ $code -gt 128 && $about == *JobState=RUNNING* && $about == *PreemptTime=[0-9]* ]]; then
+  requeue=yes
+fi
 if [ "$requeue" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
@@ -61,7 +68,12 @@ def script(
     nodes, gpus = int(match[1]), int(match[2])
     config = configure(preset, dict(changes))
     shares(config.optim.batch_size, config.runtime.accumulate, 0, nodes * gpus)
-    more = [f"--{word.lstrip('-')}" for word in shlex.split(options)]
+    try:
+        more = [f"--{word.lstrip('-')}" for word in shlex.split(options)]
+    except ValueError as error:
+        raise UserError(f"--sbatch: {options!r}: {str(error).lower()}") from None
+    if not all(map(str.isprintable, more)):
+        raise UserError(f"--sbatch: {options!r} has characters that a batch script cannot hold")
     words = [sys.executable, "-m", "stopmim", "pretrain", data, "--preset", preset]
     words += ["--out", str(out)]
     for key, value in changes.items():
