@@ -210,7 +210,10 @@ def test_pretrain_trains_and_says_where_the_checkpoint_is(
     assert "finished, all 10 updates are done" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_real_signal_saves_and_ends_with_its_code(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

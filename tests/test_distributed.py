@@ -107,6 +107,7 @@ def test_ranks_penalise_the_matrix_once_and_predict_two_resolutions(
         assert a["penalty"] == pytest.approx(b["penalty"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_whole_models_goes_on_in_shards(whole: Run, tmp_path: Path) -> None:
     config = tiny(optim=LONG)
     train_on(2, tmp_path / "run", config, stop_at=3)
@@ -116,6 +117,7 @@ def test_a_checkpoint_of_whole_models_goes_on_in_shards(whole: Run, tmp_path: Pa
     assert [s["processes"] for s in run.about["starts"]] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_model_without_target_encoder_makes_the_same_updates(tmp_path: Path) -> None:
     """MAE + StoP: two whole models, then their checkpoint in shards."""
     config = tiny_mae(positions={"kind": "stochastic", "share": 0.5, "ramp": 1.0})
