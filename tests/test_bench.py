@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stopmim import bench_growth
-from stopmim.bench import bench_masks, bench_step, count_flops, published_masks
+from stopmim.bench import bench_masks, bench_step, count_flops, published_masks, written
 from stopmim.errors import UserError
 from stopmim.plan import configure
 from stopmim.train import draw_masks
@@ -46,6 +46,17 @@ def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
         (masks,) = draw_masks(config, 0, [slice(0, 1)], torch.device("cpu"))
         counts.add(count_flops(config, masks))
     assert len(counts) == 1
+
+
+def test_figures_of_one_day_are_in_one_file_and_none_is_lost(tmp_path: Path) -> None:
+    line = {"bench": "step", "device": "NVIDIA H200", "date": "2026-11-16"}
+    for masks in ("own", "published"):
+        written([line | {"masks": masks}], tmp_path, "step_vit_b16")
+    (file,) = tmp_path.iterdir()
+    assert file.name == "step_vit_b16_nvidia-h200_2026-11-16.md"
+    title, _, opened, *lines, closed = file.read_text().splitlines()
+    assert (title[0], opened, closed) == ("#", "```json", "```")
+    assert [json.loads(one)["masks"] for one in lines] == ["own", "published"]
 
 
 def test_published_masks_are_of_published_architectures() -> None:

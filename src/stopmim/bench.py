@@ -406,7 +406,7 @@ def check_folder(folder: Path) -> None:
 
 
 def written(lines: list[dict[str, Any]], folder: Path | None, what: str) -> str:
-    """The lines as JSON, and as `what`_MACHINE_DATE.md if there is a `folder`."""
+    """The lines as JSON, and at the end of `what`_MACHINE_DATE.md if there is a `folder`."""
     text = "\n".join(json.dumps(line) for line in lines)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -415,5 +415,7 @@ def written(lines: list[dict[str, Any]], folder: Path | None, what: str) -> str:
         command = f"stopmim bench {str(first['bench']).split()[0]}"
         path = folder / f"{what}_{slug}_{first['date']}.md"
         title = f"# `{command}` on {first['device']}, {first['date']}"
-        path.write_text(f"{title}\n\n```json\n{text}\n```\n", encoding="utf-8")
+        end = "```\n"
+        before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
+        path.write_text(f"{before.removesuffix(end)}{text}\n{end}", encoding="utf-8")
     return text

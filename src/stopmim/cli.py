@@ -381,7 +381,7 @@ class Bench:
     rounds: int = 10
     """how often each is measured"""
     out: Annotated[Path | None, option("FOLDER")] = None
-    """folder for a dated Markdown file with the figures"""
+    """folder for a dated Markdown file with the figures, to which others of the day are added"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
