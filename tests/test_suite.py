@@ -850,8 +850,6 @@ def test_tracking_writes_pictures_of_the_encoder_and_heeds_its_options(
     "words",
     [
         ["knn", RANDOM],
-        ["linear", RANDOM],
-        ["lowshot", RANDOM],
         ["suite", RANDOM],
         ["finetune", RANDOM, "--epochs", "1", "--per-class", "0"],
         ["compare", RANDOM, "random:vit_micro8@24"],
