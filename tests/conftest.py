@@ -1,5 +1,6 @@
 """One thread per test process: pytest-xdist already uses every core, and equal sums need it."""
 
+import gc
 import os
 import sys
 import warnings
@@ -12,6 +13,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: to look through all of it for garbage takes seconds."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
