@@ -15,6 +15,11 @@ from stopmim.train import draw_masks
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
 
 
+@pytest.fixture(autouse=True)
+def _a_clock_is_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stopmim.bench.STEPS", 2)
+
+
 def test_operations_are_those_of_the_architecture() -> None:
     config = configure("vit_b16_stop", {"optim.batch_size": 2})
     masks = published_masks(config, 2, torch.Generator())

@@ -8,7 +8,6 @@ import pytest
 
 SAVING = ["save.begin", "save.model", "save.synced", "save.renamed"]
 FEW = [
-    "step.end@1",
     "step.end@5",
     *(f"{name}@{1 + i % 2}" for i, name in enumerate(SAVING)),
     "save.pruned@1",
