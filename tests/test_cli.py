@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.progress import TextColumn
 
-from stopmim.cli import main, split_changes
+from stopmim.cli import main
+from stopmim.cli_words import split_changes
 from stopmim.console import Ticker, say
 from stopmim.presets import PRESETS
 from tiny import write_folder

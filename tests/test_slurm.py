@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stopmim.cli import main, parse, split_changes
+from stopmim.cli import main, parse
+from stopmim.cli_words import split_changes
 
 WORDS = ["pretrain", "my images", "--preset", "tiny_cpu", "--optim.ema", "0.9", "1"]
 
