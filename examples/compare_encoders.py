@@ -9,7 +9,7 @@ which every encoder should be compared with; without B one is trained, for a few
 import sys
 
 import stopmim
-from stopmim.data import open_images
+from stopmim.data.sources.open import open_images
 from stopmim.evals.compare import compare
 from stopmim.evals.inputs import open_encoder
 from stopmim.evals.suite import Options

@@ -9,8 +9,8 @@ a small one is made first, and exported as a stranger would.
 import sys
 
 import stopmim
-from stopmim.export import export
-from stopmim.identify import identify
+from stopmim.weights.export import export
+from stopmim.weights.inspect import identify
 
 QUICK = {"epochs": 1, "batch_size": 32, "warmup_epochs": 0.5}
 

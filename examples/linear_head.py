@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stopmim
-from stopmim.data import open_images
+from stopmim.data.sources.open import open_images
 from stopmim.evals.features import extract
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from stopmim.data import Images
-from stopmim.data.scenes import Scenes
-from stopmim.doctor import Verdict
-from stopmim.train import pretrain
+from stopmim.data.images import Images
+from stopmim.data.sources.scenes import Scenes
+from stopmim.health.doctor import Verdict
+from stopmim.train.loop import pretrain
 
 FOLDER = Path(__file__).parent / "golden" / "health"
 RECIPE = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from stopmim.errors import UserError
+from stopmim.base.errors import UserError
 
 
 class Ended(NamedTuple):

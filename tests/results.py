@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopmim.ablate import Outcome
-from stopmim.analysis.pictures import BLOCKS, INK, SERIES, house_style
-from stopmim.evals.seeds import over_seeds
-from stopmim.report.ablation import as_markdown, costs, differences, health, numbers
-from stopmim.report.lines import Line, lines, metrics, untrained
-from stopmim.tables import Row, Table
+from stopmim.ablations.lines import Line, lines, metrics, untrained
+from stopmim.ablations.report import as_markdown, costs, differences, health, numbers
+from stopmim.ablations.run import Outcome
+from stopmim.ablations.table import Row, Table
+from stopmim.evals.statistics import over_seeds
+from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import results
-from stopmim.bench import BATCH
-from stopmim.bench_growth import draw_growth
-from stopmim.config import Config, Section
-from stopmim.mim import build
-from stopmim.plan import configure
-from stopmim.presets import PRESETS
+from stopmim.bench.growth import draw_growth
+from stopmim.bench.step import BATCH
+from stopmim.config.presets import PRESETS
+from stopmim.config.schema import Config, Section
+from stopmim.method.build import configure
+from stopmim.method.model import build
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

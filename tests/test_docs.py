@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_videos import davis
 from torch.distributed.run import get_args_parser
 
 import stopmim
 from stopmim import pretrain
-from stopmim.cli import main, parse
-from stopmim.data import open_images
-from test_videos import davis
+from stopmim.cli.commands import main, parse
+from stopmim.data.sources.open import open_images
 from tiny import tiny, write_folder
 
 ROOT = Path(__file__).parents[1]
@@ -187,7 +187,7 @@ def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:
     assert wanted <= set(listed)
     for name in listed:  # mkdocs reads the source and would not miss a method of a lazy module
         module, _, attribute = name.rpartition(".")
-        if name != "stopmim.schedules":
+        if name != "stopmim.base.schedules":
             assert getattr(import_module(module), attribute).__doc__, name
 
 

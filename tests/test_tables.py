@@ -9,12 +9,12 @@ import pytest
 
 import results
 import tables
+from stopmim.ablations.record import as_text
+from stopmim.ablations.table import read
 from stopmim.cli import main
-from stopmim.config import Config, flatten, parse_yaml
-from stopmim.plan import configure
-from stopmim.presets import PRESETS
-from stopmim.report.record import as_text
-from stopmim.tables import read
+from stopmim.config.presets import PRESETS
+from stopmim.config.schema import Config, flatten, parse_yaml
+from stopmim.method.build import configure
 
 CONFIGURE = (tables.DOCS / "configure.md").read_text()
 REFUSED = [

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from stopmim.config import Config, override
+from stopmim.config.presets import tiny_cpu
+from stopmim.config.schema import Config, override
 from stopmim.data.decode import BadImageError
-from stopmim.presets import tiny_cpu
-from stopmim.run import Run
+from stopmim.runs.run import Run
 
 TIMINGS = {"images_per_s"}  # what two equal runs may differ in
 

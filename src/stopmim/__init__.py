@@ -3,37 +3,60 @@
 Names are imported when they are first used, so that ``stopmim --help`` does not wait for torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stopmim._version import __version__
 
 if TYPE_CHECKING:
-    from stopmim.config import Config
-    from stopmim.interop import load_encoder, load_model
-    from stopmim.mim import Batch, MaskedImageModel
-    from stopmim.positions import Positions, StochasticPositions
-    from stopmim.predictor import Noise, Predictor
-    from stopmim.run import Run
-    from stopmim.train import pretrain
-    from stopmim.vit import Encoder, VisionTransformer
+    from stopmim.base import schedules as schedules
+    from stopmim.config import presets as presets
+    from stopmim.config.schema import Config
+    from stopmim.method import masks
+    from stopmim.method import positions as positions
+    from stopmim.method.encoder import Encoder, VisionTransformer
+    from stopmim.method.model import Batch, MaskedImageModel
+    from stopmim.method.positions import Positions, StochasticPositions
+    from stopmim.method.predictor import Noise, Predictor
+    from stopmim.runs.run import Run
+    from stopmim.train.loop import pretrain
+    from stopmim.weights.load import load_encoder, load_model
+
+    masking = masks
 
 _HOME = {
-    "Batch": "mim",
-    "Config": "config",
-    "Encoder": "vit",
-    "MaskedImageModel": "mim",
-    "Noise": "predictor",
-    "Positions": "positions",
-    "Predictor": "predictor",
-    "Run": "run",
-    "StochasticPositions": "positions",
-    "VisionTransformer": "vit",
-    "load_encoder": "interop",
-    "load_model": "interop",
-    "pretrain": "train",
+    "Batch": "method.model",
+    "Config": "config.schema",
+    "Encoder": "method.encoder",
+    "MaskedImageModel": "method.model",
+    "Noise": "method.predictor",
+    "Positions": "method.positions",
+    "Predictor": "method.predictor",
+    "Run": "runs.run",
+    "StochasticPositions": "method.positions",
+    "VisionTransformer": "method.encoder",
+    "load_encoder": "weights.load",
+    "load_model": "weights.load",
+    "pretrain": "train.loop",
 }
-_MODULES = ("ablate", "data", "evals", "masking", "positions", "presets", "schedules")
+
+# Modules that are public under a shorter name than their place in the tree.
+_ALIASES = {
+    "stopmim.ablate": "stopmim.ablations.run",
+    "stopmim.evals.finetune": "stopmim.evals.protocols.finetune",
+    "stopmim.evals.knn": "stopmim.evals.protocols.knn",
+    "stopmim.evals.linear": "stopmim.evals.protocols.linear",
+    "stopmim.evals.lowshot": "stopmim.evals.protocols.lowshot",
+    "stopmim.evals.tracking": "stopmim.evals.protocols.tracking",
+    "stopmim.masking": "stopmim.method.masks",
+    "stopmim.positions": "stopmim.method.positions",
+    "stopmim.presets": "stopmim.config.presets",
+    "stopmim.schedules": "stopmim.base.schedules",
+}
 
 __all__ = [
     "Batch",
@@ -53,13 +76,33 @@ __all__ = [
 ]
 
 
+class _Aliases(MetaPathFinder, Loader):
+    """Imports a public alias as the very module it stands for: ``import stopmim.masking``."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in _ALIASES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(_ALIASES[spec.name])
+        spec.loader_state = module.__spec__  # the import system is about to overwrite it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_Aliases())
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"stopmim.{_HOME[name]}"), name)
-    if name in _MODULES:
+    if f"stopmim.{name}" in _ALIASES or name in ("data", "evals"):
         return import_module(f"stopmim.{name}")
     raise AttributeError(f"module 'stopmim' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_MODULES]
+    short = [alias.removeprefix("stopmim.") for alias in _ALIASES]
+    return [*__all__, "data", "evals", *(name for name in short if "." not in name)]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from stopmim.config import Config
+from stopmim.base.errors import UserError
+from stopmim.base.random_keys import numpy_generator, torch_generator
+from stopmim.config.schema import Config
 from stopmim.data.images import Chunked, Images
-from stopmim.errors import UserError
-from stopmim.keys import numpy_generator, torch_generator
 
 
 class Order:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from stopmim.config import Config
-from stopmim.data.arrays import Arrays
+from stopmim.base.random_keys import numpy_generator
+from stopmim.config.schema import Config
+from stopmim.data.crops import Box, crop_box, draw_augmentation
 from stopmim.data.images import Images
-from stopmim.data.scenes import Scenes
-from stopmim.data.transforms import Box, crop_box, draw_augmentation
-from stopmim.keys import numpy_generator
+from stopmim.data.sources.arrays import Arrays
+from stopmim.data.sources.scenes import Scenes
 
 SHARE = 0.25  # of the free memory of a GPU that the images may take
 

@@ -7,9 +7,9 @@ train/cat/1.jpg and val/cat/1.jpg have the same name.
 import json
 from pathlib import Path
 
+from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.data.images import Images
-from stopmim.data.some import Some
-from stopmim.errors import DataError, StorageError, UserError
+from stopmim.data.subset import Some
 
 _START = '{"name": "'  # of every line that is written here
 

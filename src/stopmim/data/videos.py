@@ -16,11 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from stopmim.base.errors import DataError, UserError
+from stopmim.base.random_keys import seed_of
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.scenes import FARTHEST, FOOT, NEAREST, Body, Scene, render, rotation, uniforms
-from stopmim.data.scenes import sample as sample_scene
-from stopmim.errors import DataError, UserError
-from stopmim.keys import seed_of
+from stopmim.data.sources.scenes import (
+    FARTHEST,
+    FOOT,
+    NEAREST,
+    Body,
+    Scene,
+    render,
+    rotation,
+    uniforms,
+)
+from stopmim.data.sources.scenes import sample as sample_scene
 
 Bytes = NDArray[np.uint8]
 Year = Literal["2016", "2017"]

@@ -22,8 +22,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
-from stopmim.errors import ResourceError
 
 AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
 LONG = 8192  # keys; two longer lists, and an answer, could fill a pipe from both ends

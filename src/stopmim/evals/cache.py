@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stopmim.console import warn
-from stopmim.data import Images
-from stopmim.data.cache import folder
-from stopmim.data.written import stamp
+from stopmim.base.console import warn
+from stopmim.data.images import Images
+from stopmim.data.index_cache import folder
+from stopmim.data.stamps import stamp
 
 
 def key(*parts: object) -> str:
@@ -59,7 +59,7 @@ def of_code(*packages: str) -> str:
     """
     digest = hashlib.sha256()
     for package in packages:
-        for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

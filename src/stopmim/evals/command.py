@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stopmim.data import Images
-from stopmim.data.scenes import Scenes
-from stopmim.data.some import Some, source
+from stopmim.base.errors import StorageError, UserError
+from stopmim.data.images import Images
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import Some, source
 from stopmim.data.videos import Year
-from stopmim.errors import StorageError, UserError
-from stopmim.evals import Result, table
+from stopmim.evals import table
 from stopmim.evals.compare import compare
-from stopmim.evals.finetune import RECIPES, finetune
 from stopmim.evals.inputs import (
     choose_labels,
     middle,
@@ -22,14 +21,16 @@ from stopmim.evals.inputs import (
     paired_labels,
     untrained,
 )
-from stopmim.evals.linear import Selection
-from stopmim.evals.lowshot import listed, per_class
-from stopmim.evals.protocols import OWN, TASKS
+from stopmim.evals.protocols.finetune import RECIPES, finetune
+from stopmim.evals.protocols.linear import Selection
+from stopmim.evals.protocols.lowshot import listed, per_class
+from stopmim.evals.protocols.tracking import Tracking
+from stopmim.evals.recipes import OWN, TASKS
+from stopmim.evals.results import Result
 from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
-from stopmim.evals.tracking import Tracking
-from stopmim.run import append_jsonl
-from stopmim.runtime import choose_device, choose_precision
-from stopmim.vit import Encoder, VisionTransformer
+from stopmim.gpu.devices import choose_device, choose_precision
+from stopmim.method.encoder import Encoder, VisionTransformer
+from stopmim.runs.run import append_jsonl
 
 LAYERS = {"last": (1,), "last4": (4,), "both": (1, 4)}
 SELECTIONS: dict[str, tuple[Selection, ...]] = {

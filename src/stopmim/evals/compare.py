@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from stopmim.data import Images
-from stopmim.errors import UserError
+from stopmim.base.errors import UserError
+from stopmim.base.random_keys import numpy_generator
+from stopmim.data.images import Images
 from stopmim.evals.suite import Measured, Options, measure
-from stopmim.keys import numpy_generator
-from stopmim.vit import Encoder
+from stopmim.method.encoder import Encoder
 
 RESAMPLES = 10_000
 

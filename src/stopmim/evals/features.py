@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stopmim.console import Ticker
-from stopmim.data import Images
+from stopmim.base.console import Ticker
+from stopmim.base.errors import DataError, NonFiniteError
+from stopmim.base.random_keys import numpy_generator
+from stopmim.data.crops import normalise
 from stopmim.data.decode import BadImageError
-from stopmim.data.recipes import TrainView, View
-from stopmim.data.transforms import normalise
-from stopmim.errors import DataError, NonFiniteError
+from stopmim.data.images import Images
 from stopmim.evals import cache
-from stopmim.keys import numpy_generator
-from stopmim.vit import Encoder
+from stopmim.evals.views import TrainView, View
+from stopmim.method.encoder import Encoder
 
 EPS = 1e-7  # of RankMe (arXiv 2210.02885, equation 2)
 LAYERS = 4  # last blocks that are kept: "last" and "last 4" then come from one extraction

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stopmim.console import Ticker
-from stopmim.evals.protocols import Norm, Recipe
-from stopmim.keys import torch_generator
-from stopmim.recorded import Recorded
+from stopmim.base.console import Ticker
+from stopmim.base.random_keys import torch_generator
+from stopmim.evals.recipes import Norm, Recipe
+from stopmim.gpu.cuda_graphs import Recorded
 
 TRUST = 0.001  # eta of LARS
 EPS = {"bn": 1e-5, "fixed bn": 1e-6}  # vissl's default; MAE's

@@ -9,19 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from stopmim import checkpoint
-from stopmim.data import Images, open_images
-from stopmim.data.recipes import View
-from stopmim.data.scenes import Scenes
+from stopmim.base.errors import DataError, UserError
+from stopmim.base.random_keys import seed_of
+from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
-from stopmim.data.some import held_out, source
-from stopmim.data.sources import open_test
-from stopmim.errors import DataError, UserError
-from stopmim.interop import load_encoder
-from stopmim.keys import seed_of
-from stopmim.positions import sincos_2d
-from stopmim.run import Run
-from stopmim.vit import Encoder, VisionTransformer, initialise, initialise_mae
+from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import held_out, source
+from stopmim.evals.views import View
+from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
+from stopmim.method.positions import sincos_2d
+from stopmim.runs import checkpoint
+from stopmim.runs.run import Run
+from stopmim.weights.load import load_encoder
 
 QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
 

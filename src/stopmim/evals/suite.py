@@ -11,21 +11,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stopmim.console import say
-from stopmim.data import Images
-from stopmim.data.recipes import LOWSHOT, TrainView, View
-from stopmim.data.some import Some
+from stopmim.base.console import say
+from stopmim.base.errors import DataError
+from stopmim.data.images import Images
+from stopmim.data.subset import Some
 from stopmim.data.videos import Year, open_videos
-from stopmim.errors import DataError
-from stopmim.evals import Result, accuracy, cache
+from stopmim.evals import cache
 from stopmim.evals.features import frozen, rankme
 from stopmim.evals.inputs import choose_labels, middle, paired_labels, untrained
-from stopmim.evals.knn import KS, choose_k, knn_predict
-from stopmim.evals.linear import Selection, probes, solve
-from stopmim.evals.lowshot import LAMBDA, classify, listed, per_class
-from stopmim.evals.protocols import OWN, Recipe
-from stopmim.evals.tracking import Tracking, track
-from stopmim.vit import Encoder, VisionTransformer
+from stopmim.evals.protocols.knn import KS, choose_k, knn_predict
+from stopmim.evals.protocols.linear import Selection, probes, solve
+from stopmim.evals.protocols.lowshot import LAMBDA, classify, listed, per_class
+from stopmim.evals.protocols.tracking import Tracking, track
+from stopmim.evals.recipes import OWN, Recipe
+from stopmim.evals.results import Result, accuracy
+from stopmim.evals.views import LOWSHOT, TrainView, View
+from stopmim.method.encoder import Encoder, VisionTransformer
 
 PROTOCOLS = ("knn", "linear", "lowshot", "rankme", "tracking")
 TRACKED = ("J&F", "J", "F")  # their recall and decay are left to the protocol itself

@@ -7,9 +7,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from stopmim.evals import Result
 from stopmim.evals.compare import Comparison
-from stopmim.run import write_whole
+from stopmim.evals.results import Result
+from stopmim.runs.run import write_whole
 
 HERE = Path(__file__).parent
 COLUMNS = ("protocol", "of", "random", "value", "95 % interval", "n", "chosen", "setting")
@@ -86,7 +86,7 @@ def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
-    css = (HERE.parent / "report" / "report.css").read_text(encoding="utf-8")
+    css = (HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")
     page = environment.get_template("table.html")
     return page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
 

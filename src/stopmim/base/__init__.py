@@ -1,0 +1,1 @@
+"""What everything stands on: errors, console, keyed randomness, schedules, files of strangers."""

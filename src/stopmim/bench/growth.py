@@ -1,0 +1,80 @@
+"""How the time of a step grows with batch, tokens, target blocks, depth and image size."""
+
+import gc
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stopmim.base.console import say
+from stopmim.bench.step import circumstances, facts, prepare, seconds_of, spread, written
+from stopmim.config.schema import Config
+from stopmim.gpu.devices import choose_device
+from stopmim.method.build import configure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
+GROWTH: dict[str, list[Any]] = {
+    "optim.batch_size": [64, 128, 256, 512],
+    "masking.context_length": [28, 55, 82],
+    "masking.targets": [2, 4, 6],
+    "predictor.depth": [3, 6, 12],
+    "image_size": [160, 224, 288],
+}
+
+
+def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
+    """Times steps that differ in one thing from a usual one; JSON lines.
+
+    With `out`, and matplotlib, there is a figure of it too.
+    """
+    own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
+    known: dict[str, dict[str, Any]] = {}  # the usual step is in every series, and measured once
+    lines = []
+    for key, values in GROWTH.items():
+        for value in values:
+            config = configure("vit_b16_stop", own | changes | {key: value})
+            name = config.model_dump_json()
+            if name not in known:
+                known[name] = _measure(config, rounds)
+                say(f"{key} {value}: {known[name]['ms']} ms")
+            lines.append({"bench": "growth", "varied": key, "value": value} | known[name])
+    if out is not None and importlib.util.find_spec("matplotlib"):
+        out.mkdir(parents=True, exist_ok=True)
+        draw_growth(lines).savefig(out / "growth.svg")
+    return written(lines, out, "growth")
+
+
+def _measure(config: Config, rounds: int) -> dict[str, Any]:
+    device = choose_device(config.runtime.device)
+    step = prepare(config, "own")
+    times = [seconds_of(step.update, device) for _ in range(rounds)]
+    line = facts(config) | spread(times, config.optim.batch_size)
+    line |= {"peak_memory_mib": step.memory, **step.tokens, **circumstances(config)}
+    del step
+    torch._dynamo.reset()  # it compiles one function only so often
+    gc.collect()
+    return line
+
+
+def draw_growth(lines: Sequence[dict[str, Any]]) -> "Figure":
+    """The figure of `bench_growth`: one small plot for each thing that was varied."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(line["varied"] for line in lines))
+    figure = Figure(figsize=(3 * len(names), 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        own = [line for line in lines if line["varied"] == name]
+        x, y = [line["value"] for line in own], [line["ms"] for line in own]
+        axes.plot(x, y, marker="o", color="#0072b2")
+        axes.set_xlabel(name.replace("_", " "))
+        axes.set_ylabel("ms per step")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{own[0]['arch']}, {own[0]['device']}, {own[0]['date']}")
+    return figure

@@ -1,0 +1,282 @@
+"""Looks at every image of a data set before hours are spent on it, and says what it found."""
+
+import hashlib
+import re
+import statistics
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from stopmim.base.console import Ticker, duration
+from stopmim.base.errors import DataError, UserError
+from stopmim.config.presets import PRESETS
+from stopmim.config.schema import Config
+from stopmim.data.decode import BadImageError, kind, noticed
+from stopmim.data.images import Images
+from stopmim.data.loading import default_workers
+from stopmim.data.skip import both_without_skipped, try_list, without_skipped, write_list
+from stopmim.data.sources.folder import printable
+from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.workers import Watched, batches
+from stopmim.method.build import configure
+
+SHOWN = 20  # broken images that are listed
+GROUPS = 5  # groups of equal images that are listed
+WIDTH = 80
+CHUNK = 32  # images that a worker reports on at a time
+IMAGENET = 1_281_167  # images that the costs of the presets are for
+FEW_UPDATES = 1000  # after so many the runs of docs/results.md had not learned what k-NN can use
+
+_COST = re.compile(r"Cost: (?:about |more than )?(\d+) hours")
+
+
+class Look(NamedTuple):
+    """What one image turned out to be."""
+
+    reason: str | None  # why it cannot be used
+    height: int = 0
+    width: int = 0
+    kind: str = ""  # "JPEG RGB", ...
+    digest: bytes = b""  # of the file, or of the pixels where there is no file
+
+
+class Looks(Dataset[Look]):
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+
+    def __getitem__(self, number: int) -> Look:
+        with noticed() as files:
+            try:
+                pixels = self.watched.read(number)
+            except BadImageError as error:
+                return Look(str(error))
+        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
+        digest = hashlib.sha256(data).digest()
+        height, width = pixels.shape[:2]
+        return Look(None, height, width, kind(data) if files else "pixels", digest)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found; `text` is for people, `problem` is None for images that can be used."""
+
+    source: str
+    preset: str
+    config: Config
+    images: int  # in the data set
+    seconds: float
+    scanned: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
+    sides: list[int] = field(default_factory=list)  # shorter side of every readable image
+    kinds: Counter[str] = field(default_factory=Counter)
+    copies: list[list[str]] = field(default_factory=list)  # names of equal images
+    classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images of each class
+    test: "Report | None" = None  # of the images to test on, if there are any
+    refused: str | None = None  # why there are some that cannot be used at all
+
+    @property
+    def problem(self) -> str | None:
+        """Why these images cannot be trained on, or evaluated on, as they are."""
+        return self._unreadable or self.refused or (self.test.problem if self.test else None)
+
+    @property
+    def _unreadable(self) -> str | None:
+        share, limit = len(self.bad) / max(1, self.scanned), self.config.data.max_bad
+        if not self.sides:
+            return f"{self.source}: none of the {self.scanned} images scanned can be read"
+        if share > limit:
+            return (
+                f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
+                f"than the share of {limit:g} that data.max_bad allows; mend or remove them, or "
+                f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE "
+                f"and eval --skip FILE"
+            )
+        return None
+
+    @property
+    def verdict(self) -> str:
+        batch = self.config.optim.batch_size
+        if self._unreadable:
+            return "not usable: " + ("too many are broken" if self.sides else "none can be read")
+        if self.refused:
+            return "fit for training, but not for evaluation: the test part cannot be used"
+        if self.test and self.test.problem:
+            return f"fit for training, but not for evaluation: test part {self.test.verdict}"
+        if self.images < batch:
+            return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
+        if self.bad or (self.test and self.test.bad):
+            return (
+                "usable: training replaces broken images by others, drawn by the seed; "
+                "an evaluation has to be told to leave them out, by eval --skip FILE"
+            )
+        return "usable" if self.scanned == self.images else "usable, as far as looked"
+
+    def text(self) -> str:
+        """For a terminal of 80 columns."""
+        of = "" if self.scanned == self.images else f" of {self.images:,}"
+        rows = [("", f"{self.scanned:,}{of} images scanned in {duration(self.seconds)}")]
+        rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.classes.items()]
+        if self.sides:
+            small = sum(side < self.config.image_size for side in self.sides)
+            low, middle, high = min(self.sides), statistics.median(self.sides), max(self.sides)
+            rows += [
+                ("size", f"shorter side {low:,} to {high:,} px, median {middle:,.0f}"),
+                ("", f"{small / len(self.sides):.1%} below the {self.config.image_size} px of "
+                     f"{self.preset}"),
+            ]  # fmt: skip
+        kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
+        rows += [("kinds", kinds or "none")]
+        extra = sum(len(group) - 1 for group in self.copies)
+        rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
+        rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
+        rows += self._broken()
+        rows += [("test part", self.refused)] if self.refused else []
+        if self.test:
+            of = "" if self.test.scanned == self.test.images else f" of {self.test.images:,}"
+            rows += [("test part", f"{self.test.scanned:,}{of} images scanned")]
+            rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.test.classes.items()]
+            rows += self.test._broken()
+        rows += [("training", self._training())]
+        rows += [("verdict", self.verdict)]
+        lines = [self.source]
+        for name, text in rows:
+            lines += textwrap.wrap(
+                text,
+                WIDTH,
+                initial_indent=f"  {name:10}",
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return "\n".join(lines)
+
+    def _broken(self) -> list[tuple[str, str]]:
+        rows = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
+        rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
+        if len(self.bad) > SHOWN:
+            rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        return rows
+
+    def _training(self) -> str:
+        optim = self.config.optim
+        steps = self.images // optim.batch_size
+        size = f"{optim.batch_size:,} images"
+        if not steps:
+            return f"{self.preset}: none, an update takes {size}"
+        text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
+        if optim.epochs * steps < FEW_UPDATES:
+            enough = -(-2 * FEW_UPDATES // steps)
+            return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
+        cost = _COST.search(getattr(PRESETS.get(self.preset), "__doc__", None) or "")
+        if not cost:
+            return text
+        hours = int(cost[1]) * self.images / IMAGENET
+        return f"{text}; about {hours:.1f} hours of one H200"
+
+
+def check(
+    data: str | Path | Images,
+    preset: str = "vit_b16_stop",
+    changes: dict[str, Any] | None = None,
+    *,
+    fix_list: Path | None = None,
+    limit: int | None = None,
+) -> Report:
+    """Reads the images of `data` as a run would, with as many processes as there are cores.
+
+    Those of its test part too, if it has one.
+
+    Args:
+        preset: what the images are meant for: sizes and costs are told in its terms.
+        changes: config keys that differ from the preset.
+        fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
+        limit: look at this many images of each part, evenly spread over it.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit}: at least one image has to be looked at")
+    if fix_list is not None:
+        try_list(fix_list)  # before minutes are spent
+    config = configure(preset, changes)
+    skip = config.data.skip
+    if fix_list is not None and skip is not None and fix_list.resolve() == Path(skip).resolve():
+        raise UserError(
+            f"--fix-list {fix_list}: data.skip reads this list, and what it has would be lost; "
+            f"name another file"
+        )
+    images, test, refused = open_images(data), None, None
+    try:
+        test = open_test(data)
+    except DataError as error:
+        refused = str(error)
+    if test is None:
+        images = without_skipped(images, config.data.skip)
+    else:
+        images, test = both_without_skipped(images, test, config.data.skip)
+    name = printable(str(data)) if isinstance(data, str | Path) else "images"
+    report = replace(_report(name, preset, config, images, limit), refused=refused)
+    if test is not None:
+        part = _report(f"{name}, test part", preset, config, test, limit)
+        report = replace(report, test=part)
+    if fix_list is not None:
+        write_list(fix_list, report.bad, report.test.bad if report.test else [])
+    return report
+
+
+def _report(source: str, preset: str, config: Config, images: Images, limit: int | None) -> Report:
+    count = min(limit or len(images), len(images))
+    numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
+    begin = time.monotonic()
+    looks = look_at(images, numbers, config.runtime.workers, config.runtime.worker_timeout)
+    good = [(i, look) for i, look in zip(numbers, looks, strict=True) if look.reason is None]
+    by_digest: dict[bytes, list[int]] = {}
+    for i, found in good:
+        by_digest.setdefault(found.digest, []).append(i)
+    return Report(
+        source=source,
+        preset=str(preset),
+        config=config,
+        images=len(images),
+        seconds=time.monotonic() - begin,
+        scanned=count,
+        bad=[
+            (images.name(i), look.reason)
+            for i, look in zip(numbers, looks, strict=True)
+            if look.reason is not None
+        ],
+        sides=[min(look.height, look.width) for _, look in good],
+        kinds=Counter(look.kind for _, look in good),
+        copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
+        # Not bincount: a label may be any number, as -1 or the id of an image.
+        classes={
+            name: np.unique(label, return_counts=True)[1].tolist()
+            for name, label in images.labels.items()
+        },
+    )
+
+
+def look_at(
+    images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
+) -> list[Look]:
+    """What the images with these numbers are, read by `workers` processes; None: one per core."""
+    watched = Watched(images, default_workers(images) if workers is None else workers, timeout)
+    chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
+    looks: list[Look] = []
+    begin = time.monotonic()
+    with Ticker("check", len(numbers)) as ticker:
+        for found in batches(Looks(watched), chunks, list, watched):
+            looks += found
+            rate = len(looks) / (time.monotonic() - begin)
+            ticker.update(len(looks), f"{rate:.0f} images/s")
+    return looks
+
+
+def _spread(counts: list[int]) -> str:
+    low, middle, high = min(counts), statistics.median(counts), max(counts)
+    return f"{len(counts):,} with {low:,} to {high:,} images each, median {middle:,.0f}"

@@ -1,0 +1,152 @@
+"""From a source of images to batches: which image comes when, and what happens to a broken one.
+
+Everything is a function of (seed, epoch, image number). Neither the number of workers nor the step
+a run is resumed at changes a sample.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from stopmim.base.errors import DataError
+from stopmim.base.random_keys import numpy_generator
+from stopmim.config.schema import Config
+from stopmim.data import resident
+from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
+from stopmim.data.decode import BadImageError
+from stopmim.data.images import Images
+from stopmim.data.order import Order, shares
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.workers import Watched, batches, cores, shared
+
+REPLACEMENTS = 20  # other images tried in the place of a broken one
+
+
+class Sample(NamedTuple):
+    image: Tensor | None  # (3, S, S) uint8; None: neither this image nor its replacements work
+    augmentation: np.ndarray  # (3,) float32, see transforms.draw_augmentation
+    bad: list[tuple[str, str]]  # images found broken on the way, with the reason
+
+
+class Loaded(NamedTuple):
+    images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
+    augmentation: Tensor  # (B, 3) float32
+    bad: list[tuple[str, str]]
+
+
+class Crops(Dataset[Sample]):
+    """Random crops of `images`, asked for by (epoch, image number)."""
+
+    def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
+        self.images, self.size, self.seed = images, config.image_size, config.seed
+        self.scale = config.data.crop_scale
+        self.watched = watched or images
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, number = key
+        rng = numpy_generator("crop", self.seed, epoch, number)
+        image, bad = self._read(epoch, number)
+        if image is None:
+            return Sample(None, draw_augmentation(rng), bad)
+        box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
+        return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
+
+    def _read(self, epoch: int, number: int) -> tuple[np.ndarray | None, list[tuple[str, str]]]:
+        bad: list[tuple[str, str]] = []
+        for candidate in self._candidates(epoch, number):
+            try:
+                return self.watched.read(candidate), bad
+            except BadImageError as error:
+                bad.append((self.images.name(candidate), str(error)))
+        return None, bad
+
+    def _candidates(self, epoch: int, number: int) -> Iterator[int]:
+        yield number
+        # The replacements are keyed as well: a resumed run takes the same ones.
+        others = numpy_generator("replace", self.seed, epoch, number)
+        yield from others.integers(len(self.images), size=REPLACEMENTS).tolist()
+
+
+def loader(
+    images: Images,
+    config: Config,
+    start: int,
+    *,
+    device: torch.device,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[Loaded]:
+    """The parts of every batch from step `start` on, in order, read by worker processes.
+
+    On the CPU, in memory that a GPU can copy from while it computes; or, for images that live on
+    the GPU, there.
+    """
+    order = Order(
+        images,
+        config,
+        start,
+        shares=shares(config.optim.batch_size, config.runtime.accumulate, rank, world),
+        steps_per_epoch=steps_per_epoch(images, config),
+    )
+    pixels = resident.pixels_for(images, device)
+    if pixels is not None:
+        drawn = resident.Drawn(pixels.shape[1], pixels.shape[2], config)
+        watched = _watched(images, config, min(4, cores()))
+        for parts in batches(drawn, order, resident.collate, watched):
+            numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in parts)
+            numbers, boxes = (x.to(device, non_blocking=True) for x in (numbers, boxes))
+            crops = resident.crops(pixels, numbers, boxes, config.image_size)
+            yield Loaded(crops, augmentation, [])
+        return
+    for loaded in read_crops(images, config, order):
+        yield _pinned(loaded) if device.type == "cuda" else loaded
+
+
+def read_crops(
+    images: Images, config: Config, keys: Iterable[list[tuple[int, int]]]
+) -> Iterator[Loaded]:
+    """What training sees for lists of (epoch, image number), read by worker processes."""
+    watched = _watched(images, config, default_workers(images))
+    return batches(Crops(images, config, watched), keys, _collate, watched)
+
+
+def _watched(images: Images, config: Config, workers: int) -> Watched:
+    wanted = config.runtime.workers
+    timeout = config.runtime.worker_timeout
+    return Watched(images, workers if wanted is None else wanted, timeout)
+
+
+def _pinned(loaded: Loaded) -> Loaded:
+    return Loaded(loaded.images.pin_memory(), loaded.augmentation.pin_memory(), loaded.bad)
+
+
+def default_workers(images: Images) -> int:
+    """One per core and GPU, but no more than 8; scenes come faster without."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
+    return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
+
+
+def steps_per_epoch(images: Sized, config: Config) -> int:
+    steps = len(images) // config.optim.batch_size
+    if not steps:
+        raise DataError(
+            f"{len(images)} images do not fill one batch of {config.optim.batch_size}; "
+            f"use more images or a smaller --optim.batch_size"
+        )
+    return steps
+
+
+def _collate(samples: list[Sample]) -> Loaded:
+    bad = [entry for sample in samples for entry in sample.bad]
+    images = [sample.image for sample in samples if sample.image is not None]
+    whole = torch.empty(0)  # the batch is refused; the reader of `bad` says why
+    if len(images) == len(samples):
+        # Stacked in the memory order they have, which is H, W, 3.
+        whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
+    return Loaded(shared(whole), shared(augmentation), bad)

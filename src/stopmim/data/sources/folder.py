@@ -1,0 +1,294 @@
+"""A plain folder of images, nested or flat, with or without classes."""
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stopmim.base.errors import DataError
+from stopmim.data import index_cache as cache
+from stopmim.data.decode import BadImageError, decode
+from stopmim.data.sources.names import Names
+
+EXTENSIONS = ("jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
+SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
+
+# A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
+MAX_BYTES = 2**30
+
+SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
+
+
+def printable(path: str | bytes) -> str:
+    """One line of valid Unicode that names a file, for logs and JSON; different for every path.
+
+    Control characters, bytes that are not UTF-8, and the backslash itself come out escaped.
+    """
+    text = os.fsencode(path).decode("utf-8", "surrogateescape")
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def file_names(paths: Sequence[str]) -> list[str]:
+    """What to call each of these files: its base name, as `printable` writes it.
+
+    If two have the same, all are called by their paths below the folder that they are all in.
+    """
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.relpath(path, common) for path in paths]
+    return [printable(name) for name in names]
+
+
+class Files:
+    """Image files with given paths below `root`.
+
+    Attributes:
+        labels: name of a label -> (n,) int64.
+        classes: what the numbers of "class" mean, where they mean something.
+        fingerprint: sha256 of all relative paths and file sizes.
+    """
+
+    labels: dict[str, np.ndarray]
+    classes: list[str]
+    fingerprint: str
+
+    def __init__(self, root: Path | str, paths: Sequence[bytes]) -> None:
+        self._place(root)
+        self.labels, self.classes = {}, []
+        outside = [p for p in paths if p.startswith(b"/") or b".." in p.split(b"/") or b"\0" in p]
+        if outside:
+            raise DataError(
+                f"{printable(str(root))}: {printable(outside[0])}: not a path below this folder"
+            )
+        self._paths = Names.of(paths)
+        sizes = _sizes(self._root, paths)
+        if missing := np.flatnonzero(sizes < 0).tolist():
+            raise DataError(
+                f"{printable(str(root))}: {len(missing)} of {len(paths)} files are missing, first "
+                f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
+            )
+        self.fingerprint = _hash(paths, sizes)
+
+    def _place(self, root: Path | str) -> None:
+        self.root = Path(os.path.abspath(root))
+        self._root = os.fsencode(self.root) + b"/"
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def files(self) -> Iterator[bytes]:
+        """Where each image is."""
+        return (self._root + path for path in self._paths)
+
+    def read(self, i: int) -> np.ndarray:
+        """Pixels of image `i`, (H, W, 3) uint8; `BadImageError` if there are none to be had."""
+        try:
+            with open(self._root + self._paths[i], "rb") as file:
+                if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                    raise BadImageError(f"more than {MAX_BYTES} bytes")
+                data = file.read()
+        except OSError as error:
+            raise BadImageError(error.strerror or type(error).__name__) from None
+        return decode(data)
+
+    def name(self, i: int) -> str:
+        """Path of image `i` relative to the root, as `printable` writes it."""
+        return printable(self._paths[i])
+
+
+class Folder(Files):
+    """Every image file below `root`, sorted by its path; hidden files and folders are left out.
+
+    A folder that is reached twice, as through a looping link, counts once, under its real path
+    where it has one below `root`. Only regular files are ever opened: a pipe would wait for ever.
+
+    The index of a large folder is kept (cache.py) and used again as long as no folder in it has
+    changed, which is how files that come, go or get another name are noticed, and as long as 1,000
+    files, evenly spread, have their old sizes. A few files that were overwritten in place by others
+    of another size go unnoticed until then: the fingerprint is that of the stored sizes.
+
+    Attributes:
+        labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two
+            sub-folders of `root`; otherwise empty.
+        classes: names of these sub-folders, sorted; or those given, if any were.
+        unreadable: folders and links that could not be followed, for the user to see.
+    """
+
+    def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:
+        self._place(root)
+        self.unreadable: list[str] = []
+        name = printable(os.fspath(root))
+        if not os.path.exists(root):
+            raise DataError(f"{name}: no such folder; give a folder of images")
+        if not os.path.isdir(root):
+            raise DataError(f"{name}: not a folder; give the folder that holds the images")
+        index = self._stored() or self._index(name)
+        self._paths = Names(index["names"], index["offsets"])
+        self.fingerprint = index["fingerprint"].tobytes().decode()
+        found = [printable(c) for c in Names(index["classes"], index["class_offsets"])]
+        self.classes = list(classes) or (found if len(found) > 1 else [])
+        self.labels = {}
+        if found and self.classes:
+            if unknown := sorted(set(found) - set(self.classes)):
+                raise DataError(f"{name}: class {unknown[0]} is not among those of training")
+            # From the classes found here to those given: a test set may lack some.
+            numbers = np.array([self.classes.index(c) for c in found], np.int64)
+            self.labels = {"class": numbers[index["label"]]}
+
+    def _index(self, name: str) -> dict[str, np.ndarray]:
+        began = time.time_ns()
+        visited: dict[bytes, int] = {}
+        paths = sorted(scan(self._root, visited, self.unreadable))
+        self.unreadable.sort()
+        if "." in self.unreadable:
+            raise DataError(f"{name}: this folder cannot be read; check its permissions")
+        if not paths:
+            closed = f" (unreadable folders: {len(self.unreadable)})" if self.unreadable else ""
+            raise DataError(
+                f"{name}: no images in this folder or below{closed}; "
+                f"looked for files that end in {', '.join(EXTENSIONS)}"
+            )
+        sizes, names, folders = _sizes(self._root, paths), Names.of(paths), Names.of(list(visited))
+        classes, label = _classes(paths)
+        index = {
+            "names": names.text,
+            "offsets": names.offsets,
+            "sizes": sizes,
+            "folders": folders.text,
+            "folder_offsets": folders.offsets,
+            "times": np.fromiter(visited.values(), np.int64, len(visited)),
+            "fingerprint": np.frombuffer(_hash(paths, sizes).encode(), np.uint8),
+            "classes": classes.text,
+            "class_offsets": classes.offsets,
+            "label": label,
+        }
+        settled = max(visited.values()) < began - cache.SETTLED_NS
+        if len(paths) >= cache.WORTH_IT and settled and not self.unreadable:
+            cache.store("folder", self._root, index)
+        return index
+
+    def _stored(self) -> dict[str, np.ndarray] | None:
+        """The index that was kept, if it is still true."""
+        if (index := cache.load("folder", self._root)) is None:
+            return None
+        folders = Names(index["folders"], index["folder_offsets"])
+        try:
+            times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
+        except OSError:
+            return None
+        names = Names(index["names"], index["offsets"])
+        some = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
+        sizes = _sizes(self._root, [names[i] for i in some.tolist()])
+        is_true = times == index["times"].tolist() and np.array_equal(sizes, index["sizes"][some])
+        return index if is_true else None
+
+
+def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Iterator[bytes]:
+    """Relative paths of all images below `root`, in no order. As bytes: not all are valid UTF-8.
+
+    Enters every folder in `visited`, with the time of its last change, and what could not be
+    followed in `unreadable`.
+    """
+    seen: set[tuple[int, int]] = set()
+    folders, links = [b""], list[bytes]()
+    while folders or links:
+        if not folders:
+            # Links come last, the lowest path first, so that real paths win.
+            links.sort(reverse=True)
+            folders.append(links.pop())
+        folder = folders.pop()
+        try:
+            status = os.stat(root + folder)
+            visited[folder] = status.st_mtime_ns
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(root + folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(b"."):
+                        continue
+                    path = folder + entry.name
+                    try:
+                        if entry.is_dir():
+                            (links if entry.is_symlink() else folders).append(path + b"/")
+                        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                            yield path
+                    except OSError:  # a link to itself, or into a closed folder
+                        unreadable.append(printable(path))
+        except OSError:
+            unreadable.append(printable(folder or b"."))
+
+
+def holds_images(root: Path | str | bytes) -> bool:
+    """Whether there is an image at any depth; looks no further than the first."""
+    return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
+
+
+def subfolders(root: bytes) -> list[bytes]:
+    """Names of the folders in `root` that are not hidden; none if it cannot be read."""
+
+    def is_folder(entry: os.DirEntry[bytes]) -> bool:
+        return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+    try:
+        with os.scandir(root) as entries:
+            return sorted(e.name for e in entries if not e.name.startswith(b".") and is_folder(e))
+    except OSError:
+        return []
+
+
+def class_folders(root: Path | str) -> list[str]:
+    """What `Folder(root).classes` would be, without looking at every file."""
+    place = os.fsencode(os.path.abspath(root))
+    folders = subfolders(place)
+    if any(os.path.islink(place + b"/" + name) for name in folders):
+        # What a link leads to may count elsewhere: only a look at every folder tells.
+        found = list(_classes(list(scan(place + b"/", {}, [])))[0])
+    else:
+        found = [name for name in folders if holds_images(place + b"/" + name)]
+    if len(found) < 2 or any(_is_image(place, name) for name in os.listdir(place)):
+        return []
+    return [printable(name) for name in found]
+
+
+def _is_image(folder: bytes, name: bytes) -> bool:
+    """Whether `scan` would find this in `folder`."""
+    is_named_so = name.lower().endswith(SUFFIXES) and not name.startswith(b".")
+    return is_named_so and os.path.isfile(folder + b"/" + name)
+
+
+def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
+    """(n,) int64; -1 for what is not there, or not a regular file."""
+
+    def size(path: bytes) -> int:
+        try:
+            status = os.stat(root + path)
+        except OSError:
+            return -1
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+    return np.fromiter(map(size, paths), np.int64, len(paths))
+
+
+def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(b"%b\0%d\n" % (path, size))  # no path contains a zero byte
+    return digest.hexdigest()
+
+
+def _classes(paths: Sequence[bytes]) -> tuple[Names, np.ndarray]:
+    """The first folders of all paths, sorted, and which is whose; none if a path has no folder."""
+    if not all(b"/" in path for path in paths):
+        return Names.of([]), np.zeros(0, np.int64)
+    names = sorted({path.partition(b"/")[0] for path in paths})
+    index = {name: i for i, name in enumerate(names)}
+    label = (index[path.partition(b"/")[0]] for path in paths)
+    return Names.of(names), np.fromiter(label, np.int64, len(paths))

@@ -1,0 +1,187 @@
+"""Parquet files with images in the schema of Hugging Face: a column of struct{bytes, path}."""
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stopmim.base.errors import DataError, UserError
+from stopmim.data.decode import BadImageError, decode
+from stopmim.data.sources.arrays import label_name
+from stopmim.data.sources.folder import file_names, printable
+
+CACHE_BYTES = 2**28  # of row groups, in each process; at least one is kept
+MAX_GROUP = 2**31  # bytes of the least that can be read at a time
+MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
+
+
+class Contents(NamedTuple):
+    """What a file says of itself."""
+
+    column: str  # of images
+    classes: list[str]
+    groups: list[tuple[int, int]]  # rows and bytes of each row group
+    labels: dict[str, np.ndarray]
+
+
+class Parquet:
+    """The images of Parquet files, in the order of the files and of their rows.
+
+    A row group is the least that can be read; each process keeps those it used last. `window`, what
+    the order mixes at a time, is chosen so that half of `CACHE_BYTES` holds it.
+
+    Attributes:
+        labels: every integer column without gaps; "label", "labels" and "y" are called "class".
+        classes: names of "class", if the schema has them.
+        fingerprint: sha256 of names and sizes of the files, and rows and bytes of their row groups.
+        unreadable: files that could not be used, and why.
+        chunks: where each row group begins.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        arrow, _ = _pyarrow(files[0])
+        self.files, self.unreadable = list[str](), list[str]()
+        self._cached: OrderedDict[int, Any] = OrderedDict()
+        found, digest = list[Contents](), hashlib.sha256()
+        paths = [os.path.abspath(file) for file in files]
+        self._file_names = list[str]()
+        for path, name in zip(paths, file_names(paths), strict=True):
+            try:
+                contents, size = _look(path), os.stat(path).st_size
+            except (arrow.ArrowException, OSError) as error:
+                self.unreadable.append(f"{name}: {_reason(error)}")
+                continue
+            found.append(contents)
+            self.files.append(path)
+            self._file_names.append(name)
+            digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
+            for group in contents.groups:
+                digest.update(b"%d %d\n" % group)
+        groups = [(f, g) for f, one in enumerate(found) for g in range(len(one.groups))]
+        self._groups = np.array(groups, np.int64).reshape(-1, 2)  # file, row group in it
+        rows = [rows for one in found for rows, _ in one.groups]
+        self.chunks = np.cumsum([0, *rows])
+        if not len(self):
+            lost = f" ({self.unreadable[0]})" if self.unreadable else ""
+            raise DataError(f"{printable(files[0])}: no images in {len(files)} Parquet files{lost}")
+        self.fingerprint = digest.hexdigest()
+        self._column = found[0].column
+        if other := [one.column for one in found if one.column != self._column]:
+            raise DataError(
+                f"{printable(files[0])}: images are in column {self._column}, in another file in "
+                f"column {other[0]}; these are not parts of one data set"
+            )
+        self.classes = found[0].classes
+        common = set.intersection(*(set(one.labels) for one in found))
+        self.labels = {k: np.concatenate([one.labels[k] for one in found]) for k in sorted(common)}
+        bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
+        self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
+
+    def __len__(self) -> int:
+        return int(self.chunks[-1])
+
+    def __getstate__(self) -> dict[str, Any]:  # for a spawned process, which reads its own
+        return self.__dict__ | {"_cached": OrderedDict()}
+
+    def read(self, i: int) -> np.ndarray:
+        """Pixels of image `i`, (H, W, 3) uint8."""
+        group = self._group(i)
+        value = self._read_group(group)[i - int(self.chunks[group])].as_py()
+        data = value and value["bytes"]
+        if data is None:
+            raise BadImageError("no bytes; a path alone is not followed")
+        return decode(data)
+
+    def name(self, i: int) -> str:
+        """File and row."""
+        file = self._groups[self._group(i), 0]
+        first = np.searchsorted(self._groups[:, 0], file)  # row group of this file
+        return f"{self._file_names[file]} row {i - self.chunks[first]}"
+
+    def _group(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        return int(np.searchsorted(self.chunks, i, side="right")) - 1
+
+    def _read_group(self, group: int) -> Any:
+        if group in self._cached:
+            self._cached.move_to_end(group)
+            return self._cached[group]
+        file, number = self._groups[group].tolist()
+        arrow, parquet = _pyarrow(self.files[file])
+        try:
+            # One thread: the pool of threads of a parent does not live on in a forked worker.
+            with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
+                columns = [f"{self._column}.bytes"]
+                table = opened.read_row_group(number, columns=columns, use_threads=False)
+        except (arrow.ArrowException, OSError) as error:
+            raise BadImageError(_reason(error)) from None
+        held = self._cached[group] = table.column(self._column)
+        while len(self._cached) > 1 and sum(c.nbytes for c in self._cached.values()) > CACHE_BYTES:
+            self._cached.popitem(last=False)
+        return held
+
+
+def _pyarrow(source: str) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f'{printable(source)}: Parquet needs pyarrow: pip install "stopmim[shards]"'
+        ) from None
+    return pyarrow, pyarrow.parquet
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:100]
+
+
+def _look(path: str) -> Contents:
+    arrow, parquet = _pyarrow(path)
+    types, name = arrow.types, printable(os.path.basename(path))
+
+    def holds_images(kind: Any) -> bool:
+        return types.is_struct(kind) and any(
+            child.name == "bytes"
+            and (types.is_binary(child.type) or types.is_large_binary(child.type))
+            for child in kind
+        )
+
+    with parquet.ParquetFile(path, pre_buffer=False) as file:
+        schema, about = file.schema_arrow, file.metadata
+        images = [field.name for field in schema if holds_images(field.type)]
+        if not images:
+            raise DataError(
+                f"{name}: no column of images; looked for struct<bytes: binary, path: string>, "
+                f"got {printable(', '.join(schema.names))[:200]}"
+            )
+        numbers = [field.name for field in schema if types.is_integer(field.type)]
+        table = file.read(columns=numbers, use_threads=False)
+    groups = [about.row_group(g) for g in range(about.num_row_groups)]
+    vast = max((group.total_byte_size for group in groups), default=0)
+    if vast > MAX_GROUP:
+        raise DataError(
+            f"{name}: a row group of {vast} bytes; write the file again with row_group_size=100"
+        )
+    whole = [column for column in numbers if table.column(column).null_count == 0]
+    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    return Contents(images[0], _class_names(schema), sizes, labels)
+
+
+def _class_names(schema: Any) -> list[str]:
+    """Of the ClassLabel that becomes "class", from what `datasets` writes beside the schema."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return next(
+            [str(name) for name in feature["names"]]
+            for column, feature in features.items()
+            if label_name(column) == "class" and feature["_type"] == "ClassLabel"
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
+        return []

@@ -1,0 +1,305 @@
+"""Tar shards in the layout of WebDataset, read from the middle and never unpacked.
+
+The headers are walked once; what is kept of a sample is the shard, the offset and the size of its
+image. Then any image is one `pread`: random access that is exact and can be resumed. Names inside
+an archive are labels for messages, never paths. Only regular members count: links, devices and
+sparse files are stepped over.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from stopmim.base.errors import DataError
+from stopmim.data import index_cache as cache
+from stopmim.data.decode import BadImageError, decode
+from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES, file_names, printable
+from stopmim.data.sources.names import Names
+
+BLOCK = 512
+AHEAD = 2**14  # bytes: the small members beside an image come with its header
+MAX_MEMBERS = 10_000_000  # of one shard
+MAX_NAME = 2**16
+MAX_RECORD = 2**20  # pax headers and .json members
+WINDOW = 16_384  # samples that the order of an epoch mixes at a time
+_IMAGES = {extension.encode() for extension in EXTENSIONS}
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: whatever size their header claims
+
+
+class DamagedError(Exception):
+    """Where a shard stops being a tar archive; what comes before it is good."""
+
+
+class Member(NamedTuple):
+    name: bytes
+    at: int  # of its data in the file
+    size: int
+    start: bytes  # up to 512 bytes of its data
+
+
+class Sample(NamedTuple):
+    name: bytes
+    at: int
+    size: int
+    label: int | None
+
+
+class Shard(NamedTuple):
+    samples: list[Sample]
+    problem: str  # what is wrong with it; empty: nothing
+    torn: int  # samples at its end whose label may lie beyond the damage
+
+
+class Tar:
+    """The images of tar shards, in the order of the shards and of the members in them.
+
+    A sample is a run of members whose names are equal up to the first dot after the last slash,
+    as in WebDataset. Its image is the first member with an image extension and nothing else after
+    that dot (``a.jpg``, not ``a.mask.png``); in a run without such a member all its images count.
+
+    Attributes:
+        labels: "class" -> (n,) int64, if every sample has a ``.cls`` member with an integer, or a
+            ``.json`` member with an integer as "label" or "cls"; otherwise empty.
+        fingerprint: sha256 of names and sizes of the shards and of the samples' members.
+        unreadable: shards of which a part is lost, and where; the rest of each is used.
+        chunks: where each shard begins.
+    """
+
+    window = WINDOW
+
+    def __init__(self, shards: Sequence[str]) -> None:
+        self.shards = [os.path.abspath(shard) for shard in shards]
+        self._shard_names = file_names(self.shards)
+        key = b"\0".join(map(os.fsencode, self.shards))
+        began, state = time.time_ns(), _state(self.shards)
+        index = cache.load("tar", key)
+        if index is None or not np.array_equal(index["state"], state):
+            index = self._index() | {"state": state}
+            settled = state[:, 1].max() < began - cache.SETTLED_NS
+            if len(index["at"]) >= cache.WORTH_IT and settled:
+                cache.store("tar", key, index)
+        self._names = Names(index["names"], index["offsets"])
+        self._at, self._size, self.chunks = index["at"], index["size"], index["chunks"]
+        self.labels = {"class": index["label"]} if len(index["label"]) else {}
+        self.fingerprint = index["fingerprint"].tobytes().decode()
+        self.unreadable = index["unreadable"].tobytes().decode().splitlines()
+        if not len(self):
+            lost = f" ({self.unreadable[0]})" if self.unreadable else ""
+            raise DataError(
+                f"{printable(shards[0])}: no images in {len(shards)} tar shards{lost}; "
+                f"looked for members that end in {', '.join(EXTENSIONS)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def read(self, i: int) -> np.ndarray:
+        """Pixels of image `i`, (H, W, 3) uint8."""
+        size, at = int(self._size[i]), int(self._at[i])
+        if size > MAX_BYTES:
+            raise BadImageError(f"more than {MAX_BYTES} bytes")
+        try:
+            # Opened anew for each image: nothing to share with, or to pass to, another process.
+            file = os.open(self.shards[self._shard(i)], os.O_RDONLY)
+            try:
+                data = os.pread(file, size, at)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise BadImageError(error.strerror or type(error).__name__) from None
+        if len(data) < size:
+            raise BadImageError("the shard ends within this image")
+        return decode(data)
+
+    def name(self, i: int) -> str:
+        """Shard and member."""
+        return f"{self._shard_names[self._shard(i)]}/{printable(self._names[i])}"
+
+    def _shard(self, i: int) -> int:
+        return int(np.searchsorted(self.chunks, i, side="right")) - 1
+
+    def _index(self) -> dict[str, np.ndarray]:
+        with ThreadPoolExecutor(8) as pool:  # waiting for a disk is most of the work
+            found = _labelled(list(pool.map(_samples, self.shards)))
+        samples = [sample for shard, _, _ in found for sample in shard]
+        names = Names.of([sample.name for sample in samples])
+        labels = [sample.label for sample in samples if sample.label is not None]
+        lost = [
+            f"{name}: {shard.problem}"
+            for name, shard in zip(self._shard_names, found, strict=True)
+            if shard.problem
+        ]
+        digest = hashlib.sha256()
+        for path, (shard, _, _) in zip(self.shards, found, strict=True):
+            size = os.stat(path).st_size if os.path.exists(path) else -1
+            digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
+            for sample in shard:
+                digest.update(b"%b\0%d\n" % (sample.name, sample.size))
+        return {
+            "names": names.text,
+            "offsets": names.offsets,
+            "at": np.array([sample.at for sample in samples], np.int64),
+            "size": np.array([sample.size for sample in samples], np.int64),
+            "label": np.array(labels if len(labels) == len(samples) else [], np.int64),
+            "chunks": np.cumsum([0, *(len(shard) for shard, _, _ in found)]),
+            "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
+            "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
+        }
+
+
+def _state(shards: Sequence[str]) -> np.ndarray:
+    """(k, 2): size and time of the last change; what a stored index is checked against."""
+    state = []
+    for shard in shards:
+        try:
+            status = os.stat(shard)
+            state.append((status.st_size, status.st_mtime_ns))
+        except OSError:
+            state.append((-1, time.time_ns()))
+    return np.array(state, np.int64)
+
+
+def _labelled(found: list[Shard]) -> list[Shard]:
+    """`found` less the samples that damage cut off from their labels, if no other lacks one."""
+    whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
+    labels = [sample.label for shard in whole for sample in shard.samples]
+    return whole if labels and None not in labels else found
+
+
+def _samples(path: str) -> Shard:
+    found = list[Sample]()
+    key, images, label = (b"", b""), list[tuple[Member, bool]](), None
+
+    def flush() -> None:
+        plain = [image for image, is_plain in images if is_plain][:1]
+        found.extend(
+            Sample(image.name, image.at, image.size, label)
+            for image in plain or [image for image, _ in images]
+        )
+
+    problem = ""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for ever
+    except OSError as error:
+        return Shard(found, error.strerror or type(error).__name__, 0)
+    try:
+        for member in walk(file):
+            folder, _, base = member.name.rpartition(b"/")
+            stem, _, extension = base.partition(b".")
+            extension = extension.lower()
+            if not stem:
+                continue  # hidden
+            if (folder, stem) != key:
+                flush()
+                key, images, label = (folder, stem), [], None
+            if extension.rpartition(b".")[2] in _IMAGES:
+                images.append((member, extension in _IMAGES))
+            elif extension in (b"cls", b"json"):
+                label = _label(file, member, is_json=extension == b"json", known=label)
+    except (DamagedError, OSError) as error:
+        problem = str(error)
+    finally:
+        os.close(file)
+    before = len(found)
+    flush()
+    return Shard(found, problem, len(found) - before if problem and label is None else 0)
+
+
+def _label(file: int, member: Member, *, is_json: bool, known: int | None) -> int | None:
+    data = member.start[: member.size]
+    if member.size > BLOCK:
+        data = os.pread(file, min(member.size, MAX_RECORD), member.at)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return known
+    if is_json and isinstance(value, dict):
+        value = value.get("label", value.get("cls"))
+    return value if type(value) is int and -(2**63) <= value < 2**63 else known
+
+
+def walk(file: int) -> Iterator[Member]:
+    """The regular members of a tar archive: POSIX ustar and pax, and GNU.
+
+    Raises `DamagedError` at what cannot be understood, and where the end mark is missing.
+    """
+    end = os.fstat(file).st_size
+    at, name, size = 0, b"", -1  # the latter two as a preceding header gives them
+    sparse = False
+    held, begin = b"", 0  # the stretch of the file that was read last, and where it begins
+    for _ in range(MAX_MEMBERS):
+        if not begin <= at <= begin + len(held) - 2 * BLOCK:
+            held, begin = os.pread(file, AHEAD, at), at
+        header = held[at - begin : at - begin + BLOCK]
+        start = held[at - begin + BLOCK : at - begin + 2 * BLOCK]
+        if not header.strip(b"\0") and len(header) == BLOCK:
+            return
+        if len(header) < BLOCK:
+            raise DamagedError(f"cut at byte {end}")
+        if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+            raise DamagedError(f"broken header at byte {at}")
+        kind, at = header[156:157], at + BLOCK
+        if size < 0:
+            size = 0 if kind in _WITHOUT_DATA else _number(header[124:136])
+        if kind == b"S":  # GNU sparse: maps of holes may follow, in blocks of their own
+            more = header[482]
+            while more and at < end:
+                more = os.pread(file, BLOCK, at)[504:505] == b"\1"
+                at += BLOCK
+        if not 0 <= size <= end - at:
+            raise DamagedError(f"member at byte {at} is cut, or lies about its size")
+        here, at = at, at + -(-size // BLOCK) * BLOCK
+        if kind in (b"L", b"x", b"X"):
+            if size > (MAX_NAME if kind == b"L" else MAX_RECORD):
+                raise DamagedError(f"{size} bytes of header at byte {here}")
+            data, size = os.pread(file, size, here), -1
+            if kind == b"L":
+                name = data.rstrip(b"\0")
+                continue
+            records = _pax(data)
+            name = records.get(b"path", name)
+            sparse = any(key.startswith(b"GNU.sparse") for key in records)
+            if (given := records.get(b"size", b"")).isdigit():
+                size = int(given[:20])
+            continue
+        if kind in (b"g", b"K"):
+            size = -1
+            continue
+        if kind in (b"0", b"\0", b"7") and not sparse:
+            if not name:
+                name = header[:100].partition(b"\0")[0]
+                if header[257:263] == b"ustar\0" and header[345]:
+                    name = header[345:500].partition(b"\0")[0] + b"/" + name
+            if not name.endswith(b"/"):  # a folder, in the oldest format
+                yield Member(name[:MAX_NAME], here, size, start)
+        name, size, sparse = b"", -1, False
+    raise DamagedError(f"more than {MAX_MEMBERS} members")
+
+
+def _number(field: bytes) -> int:
+    """A number of a header, in octal digits or, with the first bit set, in base 256; else -1."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.strip(b" \0") or b"0", 8)
+    except ValueError:
+        return -1
+
+
+def _pax(data: bytes) -> dict[bytes, bytes]:
+    """Records of the form ``<length> <key>=<value>\\n``."""
+    records = {}
+    while data.strip(b"\0"):
+        digits, _, _ = data[:10].partition(b" ")
+        length = int(digits) if digits.isdigit() else 0
+        if not len(digits) + 1 < length <= len(data):
+            raise DamagedError("broken pax header")
+        key, _, value = data[len(digits) + 1 : length - 1].partition(b"=")
+        records[key], data = value, data[length:]
+    return records

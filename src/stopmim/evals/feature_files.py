@@ -1,0 +1,104 @@
+"""Features as a file: one row per image, for scikit-learn, pandas or a search index."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from stopmim.base.errors import StorageError, UserError
+from stopmim.data.images import Images
+from stopmim.data.skip import without_skipped
+from stopmim.data.sources.open import open_images
+from stopmim.evals.features import extract
+from stopmim.gpu.devices import choose_device, choose_precision
+from stopmim.method.encoder import Encoder
+from stopmim.weights.load import load_encoder
+
+
+def write_features(
+    data: str | Path | Images,
+    encoder: str | Path | Encoder,
+    out: str | Path,
+    *,
+    layers: int = 1,
+    pool: Literal["auto", "mean", "cls"] = "auto",
+    size: int | None = None,
+    skip: str | Path | None = None,
+    branch: Literal["target", "context"] = "target",
+    heads: int | None = None,
+    device: str = "auto",
+) -> Path:
+    """Writes names, features and labels of all images of `data` to `out`, .npz or .parquet.
+
+    An .npz has `names` (n,), `features` (n, layers * D) in float32, and `label_NAME` (n,) for every
+    label; a Parquet file has the same as columns `name`, `feature` (a list), `label_NAME`.
+
+    Args:
+        data: a source of images (docs/data.md).
+        encoder: an encoder, or anything `load_encoder` reads.
+        pool: "auto" is what the encoder was made for.
+        size: edge of the middle square that is shown; that of pretraining unless given.
+        skip: a list of images to leave out, as ``stopmim check --fix-list`` writes it.
+    """
+    out = Path(out)
+    if out.suffix not in (".npz", ".parquet"):
+        raise UserError(f"{out}: --out must end in .npz or .parquet")
+    if not out.absolute().parent.is_dir():
+        raise StorageError(f"{out.parent}: no such folder")
+    network: Any = encoder  # of `Encoder`, and it says how large its images are
+    if isinstance(encoder, str | Path):
+        network = load_encoder(encoder, branch, heads)
+    check(network, layers, pool, size)
+    images, where = without_skipped(open_images(data), skip), choose_device(device)
+    network.to(where)
+    features = extract(
+        network,
+        images,
+        size=size or network.side * network.patch,
+        layers=layers,
+        pool=network.pool if pool == "auto" else pool,
+        device=where,
+        precision=choose_precision("auto", where),
+    )
+    names = [images.name(i) for i in range(len(images))]
+    labels = {f"label_{name}": values for name, values in images.labels.items()}
+    columns: dict[str, Any] = {"names": np.array(names), "features": features.numpy(), **labels}
+    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
+    try:
+        if out.suffix == ".npz":
+            np.savez(temporary, **columns)
+        else:
+            _write_parquet(columns, temporary)
+        temporary.replace(out)
+    except OSError as error:
+        raise StorageError(f"{out}: cannot write: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
+    """What the encoder cannot do, before the images are read."""
+    depth = len(encoder.blocks)
+    if not 1 <= layers <= depth:
+        raise UserError(f"--layers: {layers}, but the encoder has {depth} blocks")
+    if pool == "cls" and encoder.pool != "cls":
+        raise UserError("--pool cls: this encoder has no class token; use --pool mean")
+    if size is not None and (size < 1 or size % encoder.patch):
+        raise UserError(f"--size: {size} does not divide into patches of {encoder.patch}")
+
+
+def _write_parquet(columns: dict[str, Any], path: Path) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f'{path}: {error}; pip install "stopmim[shards]"') from None
+    features = columns.pop("features")
+    values = pyarrow.array(features.reshape(-1))
+    table = {
+        "name": pyarrow.array(columns.pop("names").tolist()),
+        "feature": pyarrow.FixedSizeListArray.from_arrays(values, features.shape[1]),
+        **{name: pyarrow.array(column) for name, column in columns.items()},
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), path)

@@ -1,0 +1,99 @@
+"""RandAugment as MAE fine-tunes with it: timm's ``rand-m9-mstd0.5-inc1``, on Pillow images.
+
+Two of fifteen operations are drawn, each carried out every other time, with a strength around 9 of
+10. "inc1" means that every operation does more when the strength grows.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from stopmim.data.crops import MEAN
+
+OPERATIONS, CHANCE = 2, 0.5
+STRENGTH, SPREAD, MOST = 9.0, 0.5, 10.0
+FILL = tuple(round(255 * mean) for mean in MEAN)  # what comes into sight at a border
+
+Picture = Image.Image
+Draw = np.random.Generator
+
+
+def rand_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """`image` (H, W, 3) uint8, changed as `rng` says."""
+    picture = Image.fromarray(image)
+    for operation in rng.integers(len(ALL), size=OPERATIONS):
+        if rng.random() < CHANCE:
+            strength = float(np.clip(rng.normal(STRENGTH, SPREAD), 0.0, MOST)) / MOST
+            picture = ALL[operation](picture, strength, rng)
+    return np.asarray(picture)
+
+
+def _either(value: float, rng: Draw) -> float:
+    return value if rng.random() < 0.5 else -value
+
+
+def _affine(picture: Picture, *numbers: float) -> Picture:
+    how = {"resample": Image.Resampling.BICUBIC, "fillcolor": FILL}
+    return picture.transform(picture.size, Image.Transform.AFFINE, numbers, **how)  # type: ignore[arg-type]
+
+
+def _rotate(picture: Picture, s: float, rng: Draw) -> Picture:
+    return picture.rotate(_either(30 * s, rng), Image.Resampling.BICUBIC, fillcolor=FILL)
+
+
+def _shear_x(picture: Picture, s: float, rng: Draw) -> Picture:
+    return _affine(picture, 1, _either(0.3 * s, rng), 0, 0, 1, 0)
+
+
+def _shear_y(picture: Picture, s: float, rng: Draw) -> Picture:
+    return _affine(picture, 1, 0, 0, _either(0.3 * s, rng), 1, 0)
+
+
+def _translate_x(picture: Picture, s: float, rng: Draw) -> Picture:
+    return _affine(picture, 1, 0, _either(0.45 * s, rng) * picture.width, 0, 1, 0)
+
+
+def _translate_y(picture: Picture, s: float, rng: Draw) -> Picture:
+    return _affine(picture, 1, 0, 0, 0, 1, _either(0.45 * s, rng) * picture.height)
+
+
+def _posterize(picture: Picture, s: float, rng: Draw) -> Picture:
+    bits = 4 - int(4 * s)
+    return ImageOps.posterize(picture, bits) if bits else picture.point(lambda _: 0)
+
+
+def _solarize(picture: Picture, s: float, rng: Draw) -> Picture:
+    return ImageOps.solarize(picture, 256 - min(256, int(256 * s)))
+
+
+def _solarize_add(picture: Picture, s: float, rng: Draw) -> Picture:
+    add = min(128, int(110 * s))
+    return picture.point([min(255, v + add) if v < 128 else v for v in range(256)] * 3)
+
+
+def _enhance(kind: Callable[[Picture], ImageEnhance._Enhance]) -> "Operation":
+    def operation(picture: Picture, s: float, rng: Draw) -> Picture:
+        return kind(picture).enhance(max(0.1, 1.0 + _either(0.9 * s, rng)))
+
+    return operation
+
+
+Operation = Callable[[Picture, float, Draw], Picture]
+ALL: tuple[Operation, ...] = (
+    lambda picture, s, rng: ImageOps.autocontrast(picture),
+    lambda picture, s, rng: ImageOps.equalize(picture),
+    lambda picture, s, rng: ImageOps.invert(picture),
+    _rotate,
+    _posterize,
+    _solarize,
+    _solarize_add,
+    _enhance(ImageEnhance.Color),
+    _enhance(ImageEnhance.Contrast),
+    _enhance(ImageEnhance.Brightness),
+    _enhance(ImageEnhance.Sharpness),
+    _shear_x,
+    _shear_y,
+    _translate_x,
+    _translate_y,
+)

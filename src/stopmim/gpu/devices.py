@@ -1,0 +1,92 @@
+"""What a run is carried out with: device, precision, threads, and the signals it may get."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from stopmim.base.errors import UserError
+from stopmim.config.schema import Config
+from stopmim.runs.run import begun
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of the process that is number `local_rank` on this machine."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda, but torch sees no GPU; choose cpu, or leave it out")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UserError(
+            f"process {local_rank + 1} of this machine has no GPU, torch sees {count}; "
+            f"use torchrun --nproc-per-node {count}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast; None is float32 throughout."""
+    if name == "auto":
+        if device.type == "cpu":
+            return None
+        own = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if own else torch.float16
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def compiles_itself(config: Config, device: torch.device) -> bool:
+    """Whether "auto" is asked for and means yes.
+
+    Only on a GPU, for a CPU machine may have no compiler, and not for the released masks, which
+    change shape at every step.
+    """
+    automatic = device.type == "cuda" and config.masking.compat != "released"
+    return config.runtime.compile == "auto" and automatic
+
+
+def compiled(function: Callable[P, R], config: Config, device: torch.device) -> Callable[P, R]:
+    """`function` compiled for fixed shapes, one graph per size of target block; or as it is."""
+    if config.runtime.compile != "on" and not compiles_itself(config, device):
+        return function
+    # torch gives up a function after 8 graphs; grids finer than 16x16 have more sizes of block.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(function, dynamic=False)
+
+
+def set_threads(path: Path, wanted: int | None) -> None:
+    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
+    if wanted is None and (path / "run.json").exists():
+        wanted = begun(path)["starts"][0]["threads"]
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever owns it gets the signals
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)

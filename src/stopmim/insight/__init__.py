@@ -1,0 +1,1 @@
+"""What a run has learned, to look at: figures and the report."""

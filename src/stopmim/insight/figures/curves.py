@@ -1,0 +1,157 @@
+"""What a run logged, step by step, as small figures.
+
+Shapes: n logged steps, b points of a curve.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from stopmim.insight.figures.pictures import SERIES, house_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POINTS = 240  # of a curve: more cannot be seen, and a long run would make a page of many MB
+
+SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA of I-JEPA fills it
+
+
+class Panel(NamedTuple):
+    title: str
+    series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, what a legend calls it
+    about: str
+    low: float | None = None  # values below are shown as this
+
+
+PANELS = (
+    Panel(
+        "Loss",
+        (("loss", "loss"),),
+        "between predictions and targets: smooth L1 of features, squared error of pixels",
+    ),
+    Panel(
+        "Spread of the features",
+        (("target_std", "targets"), ("predicted_std", "predictions")),
+        "standard deviation over patches; targets that fall to 0 have collapsed",
+    ),
+    Panel(
+        "Effective rank of the targets",
+        (("target_rank", "rank"),),
+        "directions they fill (RankMe); towards 1 is collapse",
+    ),
+    Panel(
+        "Effective rank of the features",
+        (("feature_rank", "rank"),),
+        "directions that those of whole images fill (RankMe), where pixels are the targets",
+    ),
+    Panel(
+        "Decided by the image",
+        (("target_image_share", "targets"), ("predicted_image_share", "predictions")),
+        "share of the variance that the place of a patch does not explain; 0 is a shortcut",
+    ),
+    Panel(
+        "Skill",
+        (("skill", "skill"),),
+        "share of what images decide about the targets that is predicted; shown from -1 on",
+        low=-1.0,
+    ),
+    Panel("Gradient norm", (("grad_norm", "norm"),), "of encoder and predictor, before clipping"),
+    Panel(
+        "Norms of A and the mask token",
+        (("norm_A", "|A|"), ("norm_mask_token", "|m~|")),
+        "with StoP, A carries the noise of the positions; if it shrinks, so does the uncertainty",
+    ),
+    Panel("Learning rate", (("lr", "rate"),), "of AdamW, for all parameters"),
+    Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 is standstill"),
+)
+
+
+class Curve(NamedTuple):
+    """A series in at most POINTS pieces; where a piece has one step, all three are its value."""
+
+    step: np.ndarray  # (b,)
+    low: np.ndarray  # (b,) smallest value of the piece
+    mean: np.ndarray  # (b,)
+    high: np.ndarray  # (b,)
+
+
+def number(value: object) -> float | None:
+    """`value` if it is a finite number: a line of JSON can hold anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # JSON has integers of any length
+        return None
+
+
+def curve(
+    rows: Sequence[Mapping[str, Any]], key: str, points: int = POINTS, low: float | None = None
+) -> Curve:
+    """The finite values of `key` in the rows of metrics.jsonl, thinned to at most `points`.
+
+    What was measured of the untrained network is the value at step 0.
+    """
+    begun = [row["random_init"] for row in rows if isinstance(row.get("random_init"), Mapping)]
+    pairs: list[tuple[float | None, float | None]] = [
+        (0.0, number(row.get(key))) for row in begun[:1]
+    ]
+    pairs += [(number(row.get("step")), number(row.get(key))) for row in rows]
+    known = np.array([(s, v) for s, v in pairs if s is not None and v is not None]).reshape(-1, 2)
+    if low is not None:
+        known[:, 1] = known[:, 1].clip(min=low)
+    pieces = np.array_split(known, min(points, len(known)) or 1)
+    reduced = [
+        (steps.mean(), values.min(), values.mean(), values.max())
+        for steps, values in (piece.T for piece in pieces if len(piece))
+    ]
+    return Curve(*np.array(reduced).reshape(-1, 4).T)
+
+
+def training_seconds(rows: Sequence[Mapping[str, Any]], batch_size: int) -> float:
+    """Time spent on updates, from the throughput between log points: a pause does not count."""
+    seconds, before = 0.0, 0.0
+    for row in rows:
+        step, rate = number(row.get("step")), number(row.get("images_per_s"))
+        if step is not None and rate:
+            seconds += max(0.0, step - before) * batch_size / rate
+            before = step
+    return seconds
+
+
+def _short(value: float) -> str:
+    """A tick label: 0.25, and 3e-4 rather than 0.0003."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:.4g}"
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+@house_style()
+def figure(curves: Sequence[Curve]) -> "Figure":
+    """Up to two curves over the steps, with a band from their smallest to their largest values."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    picture = Figure(figsize=(3.3, 1.7))
+    axes = picture.add_axes((0.16, 0.23, 0.82, 0.73))  # fixed: the figures of a page line up
+    for colour, c in zip(SERIES, curves, strict=False):
+        axes.fill_between(c.step, c.low, c.high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(c.step, c.mean, color=colour, linewidth=1.6, marker="." * (len(c.step) == 1))
+    low, high = axes.get_ylim()
+    # What hardly changes is drawn as flat as it is, and the four digits of its ticks differ.
+    if (room := SMALLEST_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
+        axes.set_ylim(low - room / 2, high + room / 2)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("step")
+    axes.grid(axis="y", linewidth=0.7)
+    axes.tick_params(length=0)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    return picture

@@ -1,0 +1,190 @@
+"""How every figure looks, and the pictures of masks.
+
+A figure is drawn on white and is fit to be saved anywhere. `svg` makes it part of a page: its text
+and lines then follow the colours of the page, light or dark.
+
+Shapes: H x W pixels, C context patches, M target blocks of K patches, on a grid of side x side.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from stopmim.config.schema import Config
+from stopmim.data.crops import AUGMENT
+from stopmim.data.images import Images
+from stopmim.data.loading import Crops, steps_per_epoch
+from stopmim.data.order import Order
+from stopmim.train.loop import draw_masks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours of a figure that a page replaces by its own, as the CSS variables beside them.
+INK, RULE, SERIES = "#24292f", "#d8dde3", ("#0072b2", "#d55e00")
+_VARIABLES = {INK: "--ink", RULE: "--rule", SERIES[0]: "--series-1", SERIES[1]: "--series-2"}
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart with any colour vision. Their black is
+# left out, and so is their blue, too dark on a dark picture.
+BLOCKS = ("#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#009e73", "#d55e00")
+
+HIDDEN_ALPHA = 64  # of 255: what is hidden can be guessed and is not mistaken for what is seen
+PREVIEW_PIXELS = 256  # along an edge, or somewhat less: whole pixels per patch
+
+
+@contextlib.contextmanager
+def house_style() -> Iterator[None]:
+    """Inside of it figures look like ours, whatever the user's matplotlibrc says."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",  # text stays text: it can be searched, read out, copied
+                "font.size": 8.5,
+                "text.color": INK,
+                "axes.labelcolor": INK,
+                "axes.edgecolor": RULE,
+                "xtick.color": INK,
+                "ytick.color": INK,
+                "grid.color": RULE,
+            }
+        )
+        yield
+
+
+@house_style()
+def svg(figure: "Figure", name: str) -> str:
+    """`figure` as an ``<svg>`` element; `name`, unique in a page, keeps its ids apart."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = name
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(text, format="svg", dpi=200, transparent=True, metadata=nothing)
+    element = text.getvalue()
+    element = element[element.index("<svg") :]
+    # Its style sheet would hold for the whole page; the ids of groups are equal in all figures and
+    # nothing refers to them; the page decides on the size and the font.
+    element = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", element, count=1, flags=re.S)
+    element = re.sub(r'<g id="[^"]*"', "<g", element)
+    element = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", element, count=1)
+    element = re.sub(r" font-family: [^;\"]*;", "", element)
+    for colour, variable in _VARIABLES.items():
+        element = element.replace(colour, f"var({variable}, {colour})")
+    return element
+
+
+class Preview(NamedTuple):
+    """One image as training sees it."""
+
+    image: np.ndarray  # (H, W, 3) uint8
+    context: np.ndarray  # (C,) patch numbers
+    targets: np.ndarray  # (M, K) patch numbers
+    side: int
+
+
+def previews(images: Images, config: Config, step: int, count: int) -> list[Preview]:
+    """The first images of the batch of `step`, cropped and masked as the run does on a CPU.
+
+    Images that cannot be read are left out.
+    """
+    count = min(count, config.optim.batch_size)
+    part, per_epoch = slice(0, count), steps_per_epoch(images, config)
+    keys = next(iter(Order(images, config, step, shares=[part], steps_per_epoch=per_epoch)))
+    (masks,) = draw_masks(config, step, [part], torch.device("cpu"))
+    crops = Crops(images, config)
+    found = []
+    for i, key in enumerate(keys):
+        sample = crops[key]
+        if sample.image is None:
+            continue
+        pixels = sample.image[None]  # (1, 3, H, W)
+        if change := AUGMENT.get(config.data.augmentation or "crop"):
+            numbers = torch.from_numpy(sample.augmentation)[None]
+            pixels = change(pixels, numbers).round().clamp(0, 255).byte()
+        image = pixels[0].permute(1, 2, 0).numpy()  # (3, H, W) -> (H, W, 3)
+        context, targets = masks.context[i].numpy(), masks.targets[:, i].numpy()
+        found.append(Preview(image, context, targets, config.side))
+    return found
+
+
+def faded(image: np.ndarray, context: np.ndarray, side: int) -> np.ndarray:
+    """`image` with alpha, (H, W, 4) uint8: solid where a patch is seen, faint where it is not."""
+    height, width = image.shape[0] // side, image.shape[1] // side
+    alpha = np.full(side * side, HIDDEN_ALPHA, np.uint8)
+    alpha[context] = 255
+    pixels = np.kron(alpha.reshape(side, side), np.ones((height, width), np.uint8))  # (H, W)
+    return np.dstack([image, pixels])
+
+
+def outline(index: np.ndarray, side: int, inset: float = 0.0) -> np.ndarray:
+    """The border of a set of patches: segments (n, 2, 2) of ``(x, y)``, an edge of a patch each.
+
+    `inset` patches inside of it, so that borders in the same place can be told apart.
+    """
+    inside = np.zeros((side + 2, side + 2), bool)  # with a rim that is outside
+    inside[index // side + 1, index % side + 1] = True
+    segments = []
+    for row, col in np.argwhere(inside):
+        for down, right in ((0, 1), (0, -1), (1, 0), (-1, 0)):  # to the patch across the edge
+            if inside[row + down, col + right]:
+                continue
+            ends = []
+            for way in (-1, 1):  # along the edge, which is at right angles to (down, right)
+                r, c = row + way * right, col + way * down
+                # Shorter where the border turns inwards, longer where it turns outwards.
+                turn = inside[r + down, c + right] if inside[r, c] else -1
+                half = way * (0.5 + inset * turn)
+                x = col - 0.5 + right * (0.5 - inset) + down * half
+                y = row - 0.5 + down * (0.5 - inset) + right * half
+                ends.append((x, y))
+            segments.append(ends)
+    return np.array(segments).reshape(-1, 2, 2)
+
+
+def mark_patch(axes: Any, patch: int, side: int) -> None:
+    """A frame around a patch of a picture that is `side` units wide."""
+    from matplotlib.patches import Rectangle
+
+    row, col = divmod(patch, side)
+    # Dark around light: one of the two stands out from any colour.
+    for edge, width in (("black", 3.2), ("white", 1.4)):
+        axes.add_patch(Rectangle((col, row), 1, 1, fill=False, ec=edge, lw=width))
+
+
+@house_style()
+def figure(preview: Preview) -> "Figure":
+    """What is seen, what is hidden, and a coloured outline around every block to predict."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(2, 2))
+    draw(picture.add_axes((0, 0, 1, 1)), preview)
+    return picture
+
+
+def draw(axes: Any, preview: Preview) -> None:
+    """The picture of `figure` on axes that are two inches wide."""
+    from matplotlib.collections import LineCollection
+
+    image, context, targets, side = preview
+    pixels = side * max(1, PREVIEW_PIXELS // side)
+    # Small images keep their pixels, large ones are averaged; patches stay whole either way.
+    how = Image.Resampling.NEAREST if pixels >= len(image) else Image.Resampling.BOX
+    image = np.asarray(Image.fromarray(image).resize((pixels, pixels), how))
+    axes.imshow(faded(image, context, side), extent=(0, side, side, 0), interpolation="none")
+    point = side / (72 * 2)  # in patches
+    for number, index in enumerate(targets):
+        segments = list(outline(index, side, min(0.4, (0.7 + number) * point)))
+        for colour, width in (("black", 1.4), (BLOCKS[number % len(BLOCKS)], 1.0)):
+            lines = LineCollection(segments, colors=colour, linewidths=width, capstyle="round")
+            axes.add_collection(lines)
+    axes.set(xlim=(0, side), ylim=(side, 0))
+    axes.set_axis_off()

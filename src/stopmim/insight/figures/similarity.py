@@ -1,0 +1,131 @@
+"""How much a stochastic position looks like its neighbours: the paper's similarity figure.
+
+Shapes: Q query patches, S draws, N = side * side patches, P predictor width.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stopmim.base.random_keys import torch_generator
+from stopmim.insight.figures.pictures import INK, house_style
+from stopmim.insight.figures.subject import Subject, indices, pixels
+from stopmim.method.model import MaskedImageModel
+from stopmim.method.positions import Positions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DRAWS = 64  # of a stochastic position
+COLUMNS = ("deterministic", "one draw", "mean of {draws} draws")
+
+
+class Similarity(NamedTuple):
+    queries: np.ndarray  # (Q,) int64 patch numbers
+    maps: np.ndarray  # (Q, 3, side, side) cosine to every fixed position, in the order of COLUMNS
+    found: np.ndarray  # (Q,) share of the draws whose most similar fixed position is the query
+    strength: float  # root mean square length of A n, over that of psi_q
+    draws: int
+
+
+def spread_queries(side: int) -> Tensor:
+    """Three patches (Q,) that tell border from middle: near a corner, the centre, near an edge."""
+    places = ((side // 8, side // 8), (side // 2, side // 2), (3 * side // 4, side // 4))
+    return torch.tensor([row * side + col for row, col in places])
+
+
+def of_model(
+    model: MaskedImageModel, seed: int, draws: int = DRAWS, context: Tensor | None = None
+) -> Similarity:
+    """The similarity of three positions of a model; see `similarity`."""
+    positions, project = model.predictor.positions, model.predictor.noise_layer
+    generator = torch_generator("report", seed)
+    queries = spread_queries(positions.side)
+    return similarity(positions, project, queries, draws, generator, context)
+
+
+@torch.no_grad()
+def seen(subject: Subject) -> Tensor:
+    """The context tokens (C, D) of the first image, for noise that is made from them."""
+    context, _ = indices(subject.views[:1])
+    return subject.model.encoder(pixels(subject.views[:1]), context)[0]
+
+
+@torch.no_grad()
+def similarity(
+    positions: Positions,
+    project: nn.Linear,
+    queries: Tensor,
+    draws: int,
+    generator: torch.Generator,
+    context: Tensor | None = None,
+) -> Similarity:
+    """Cosine of psi_q, of one psi_q + A n and of the mean over draws, to every psi_j.
+
+    The paper says neither which similarity its figure shows nor of how many draws. The mean is that
+    of the cosines: the cosine of the mean embedding would be the deterministic one again.
+
+    Args:
+        positions: the table psi and the noise; without noise all three maps are the same.
+        project: A, as the predictor's `noise_layer`.
+        queries: (Q,) patch numbers.
+        context: tokens (C, D) of an image, for noise that is made from them.
+    """
+    psi = positions.table[0].double()  # (N, P)
+    query = psi[queries]  # (Q, P)
+    drawn = query.expand(draws, *query.shape)  # (S, Q, P)
+    index = queries.expand(draws, -1)  # (S, Q)
+    count = 0 if context is None else len(context)
+    noise = positions.draw(index, project, generator, seen=count)
+    if noise is not None:
+        # A n alone: the difference has neither m~ nor, in `released` mode, the bias of A.
+        noisy, still = (
+            positions(index, project, noise=n, tokens="context", context=context)
+            for n in (noise, torch.zeros_like(noise))
+        )
+        drawn = drawn + (noisy - still)
+    table = F.normalize(psi, dim=-1).T  # (P, N)
+    certain = F.normalize(query, dim=-1) @ table  # (Q, N)
+    uncertain = F.normalize(drawn, dim=-1) @ table  # (S, Q, N)
+    maps = torch.stack([certain, uncertain[0], uncertain.mean(dim=0)], dim=1)  # (Q, 3, N)
+    found = (uncertain.argmax(dim=-1) == queries).double().mean(dim=0)
+    return Similarity(
+        queries.numpy(),
+        maps.unflatten(-1, (positions.side, positions.side)).numpy(),
+        found.numpy(),
+        float((drawn - query).square().mean().sqrt() / query.square().mean().sqrt()),
+        draws,
+    )
+
+
+@house_style()
+def figure(similarity: Similarity) -> "Figure":
+    """A row per query, a column per kind of position, one colour scale, the query marked."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    rows, columns, side, _ = similarity.maps.shape
+    picture = Figure(figsize=(5.6, 1.72 * rows), layout="constrained")
+    grid: Any = picture.subplots(rows, columns, squeeze=False)
+    low, high = float(similarity.maps.min()), float(similarity.maps.max())
+    for r, c in np.ndindex(rows, columns):
+        axes = grid[r, c]
+        shown = axes.imshow(similarity.maps[r, c], cmap="viridis", vmin=low, vmax=high)
+        row, col = divmod(int(similarity.queries[r]), side)
+        # Dark around light: one of the two stands out from any colour of the scale.
+        for edge, width in (("black", 3.2), ("white", 1.4)):
+            cell = Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, ec=edge, lw=width)
+            axes.add_patch(cell)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        if r == 0:
+            axes.set_title(COLUMNS[c].format(draws=similarity.draws), size=9)
+        if c == 0:
+            axes.set_ylabel(f"row {row + 1}, column {col + 1}", size=8.5)
+    bar = picture.colorbar(shown, ax=grid, shrink=0.5, aspect=24, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label("cosine similarity", color=INK, size=8.5)
+    return picture

@@ -1,0 +1,1 @@
+"""The paper: positions, encoder, predictor, masks, targets, and how a config builds them."""

@@ -1,0 +1,241 @@
+"""The encoder f: a Vision Transformer, with I-JEPA's and timm's names.
+
+Ours has no class token; those of MAE, DINO and iBOT do, and are the same otherwise.
+
+Shapes: B images, N patches of an image, K of them kept, D width.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stopmim.config.architectures import parse_arch
+from stopmim.gpu.attention import attend, gelu
+from stopmim.method.positions import sincos_2d
+
+EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
+
+
+class Encoder(Protocol):
+    """What evaluations ask of an encoder, ours or an adapter around somebody else's."""
+
+    patch: int  # edge of one, in pixels
+    width: int
+    pool: Literal["mean", "cls"]  # how its features are pooled when nobody says how
+
+    def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Tokens of patches (B, N or K, D), final norm applied; no class token among them."""
+
+    def features(
+        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
+    ) -> Tensor:
+        """One vector per image, (B, layers * D)."""
+
+
+def take(tokens: Tensor, index: Tensor) -> Tensor:
+    """The tokens (B, K, D) of `tokens` (B, N, D) at `index` (B, K)."""
+    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+class PatchEmbed(nn.Module):
+    """The usual strided convolution, computed as what it is: one matrix for every patch."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)  # for names and shapes
+
+    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """(B, 3, H, W) -> (B, N, D), or (B, K, D): patches not in `index` (B, K) cost nothing."""
+        p = self.patch
+        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 3, rows, p, cols, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3 * p * p)
+        if index is not None:
+            patches = take(patches, index)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N - first, D): the tokens before `first` are looked at, not updated."""
+        return self.proj(attend(self.qkv(x), self.heads, first))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=EPS)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=EPS)
+        self.mlp = Mlp(width, round(width * mlp_ratio))
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N - first, D): what a last block need not compute, it does not."""
+        x = x[:, first:] + self.attn(self.norm1(x), first)
+        return x + self.mlp(self.norm2(x))
+
+
+def through(blocks: Iterable[nn.Module], x: Tensor, recompute: bool) -> Tensor:
+    """`x` after all `blocks`; `recompute` keeps what goes in alone and runs them twice."""
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    return x
+
+
+def initialise(module: nn.Module) -> None:
+    """Every matrix and the patch projection from N(0, 0.02^2), biases 0, norms 1 and 0.
+
+    This is what the released code ends up with: its constructor rescales `attn.proj` and `mlp.fc2`
+    by depth, and `init_model` then overwrites every linear layer (ijepa src/helper.py:86-99).
+    """
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+def initialise_mae(module: nn.Module) -> None:
+    """MAE's: the same, with matrices and the patch projection, as a matrix, Xavier-uniform."""
+    initialise(module)
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(module.weight.flatten(1))  # a view
+
+
+class VisionTransformer(nn.Module):
+    """Patches to features: ``s = f(x)``. Positions are a fixed table, part of the state dict.
+
+    Args:
+        image_size: edge of the images it is trained on; others work, the table is then resized.
+        patch: edge of a patch, in pixels.
+        class_token: whether a learned token that is no patch goes before the others.
+    """
+
+    pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
+    cls_token: nn.Parameter | None  # (1, 1, D)
+    recompute = False  # activation checkpointing: less memory, a third more time
+    start: Literal["jepa", "mae"] = "jepa"  # whose weights it began with, for its untrained twin
+
+    def __init__(
+        self,
+        image_size: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+        class_token: bool = False,
+    ) -> None:
+        super().__init__()
+        if image_size % patch:
+            raise ValueError(f"patch {patch} does not divide the image size {image_size}")
+        if width % heads:
+            raise ValueError(f"width {width} is not divisible by {heads} heads")
+        self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
+        self.patch_embed = PatchEmbed(patch, width)
+        self.pool: Literal["mean", "cls"] = "cls" if class_token else "mean"
+        self.prefix = int(class_token)  # tokens before those of the patches
+        # The class token is nowhere: zeros, as in MAE.
+        table = F.pad(sincos_2d(self.side, width), (0, 0, self.prefix, 0))
+        self.register_buffer("pos_embed", table[None])
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if class_token else None
+        self.blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.apply(initialise)
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    @classmethod
+    def from_arch(
+        cls, arch: str, image_size: int, class_token: bool = False
+    ) -> "VisionTransformer":
+        """The encoder called `arch`, for example ``"vit_b16"``."""
+        size, patch = parse_arch(arch)
+        return cls(
+            image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio, class_token
+        )
+
+    def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Patches with their positions, (B, N, D), or (B, K, D) of those at `index` (B, K)."""
+        height, width = images.shape[-2:]
+        if height % self.patch or width % self.patch:
+            raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
+        positions = self.positions(height // self.patch, width // self.patch)
+        patches = self.patch_embed(images, index)
+        return patches + (positions if index is None else positions[0, index])
+
+    def positions(self, rows: int, cols: int) -> Tensor:
+        """The positions of a grid of rows x cols patches, (1, rows * cols, D).
+
+        Without a class token every entry of the table is a patch. (The released code cuts off the
+        first one as if it were a class token, and fails for any other image size.)
+        """
+        table = self.pos_embed[:, self.prefix :] if self.prefix else self.pos_embed
+        if (rows, cols) == (self.side, self.side):
+            return table
+        grid = table.reshape(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # (1, D, S, S)
+        grid = F.interpolate(grid, size=(rows, cols), mode="bicubic", align_corners=False)
+        return grid.flatten(2).transpose(1, 2)
+
+    def with_class(self, x: Tensor) -> Tensor:
+        """`x` (B, K, D) with the class token before it, if there is one."""
+        if self.cls_token is None:
+            return x
+        first = self.cls_token + self.pos_embed[:, :1]
+        return torch.cat([first.expand(len(x), -1, -1), x], dim=1)
+
+    def forward(
+        self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
+    ) -> Tensor:
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone.
+
+        With `all_tokens` the class token is before them, if there is one.
+        """
+        x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
+        x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
+        x = self.norm(x)
+        return x[:, self.prefix :] if self.prefix and not all_tokens else x
+
+    def features(
+        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
+    ) -> Tensor:
+        """The last `layers` blocks, each normed and pooled, (B, layers * D).
+
+        "mean" is over patches, "cls" takes the class token.
+        """
+        if pool not in ("mean", "cls"):
+            raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
+        if pool == "cls" and not self.prefix:
+            raise ValueError('this encoder has no class token: use pool="mean"')
+        if not 1 <= layers <= len(self.blocks):
+            raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
+        x, pooled = self.with_class(self.embed(images)), []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i >= len(self.blocks) - layers:
+                normed = self.norm(x)
+                mean = pool == "mean"
+                pooled.append(normed[:, self.prefix :].mean(dim=1) if mean else normed[:, 0])
+        return torch.cat(pooled, dim=1)

@@ -1,0 +1,283 @@
+"""Our checkpoints: written whole or not at all, verified before use, never a pickle.
+
+``checkpoints/step-XXXXXXXX/`` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and
+`manifest.json` (sha256 and size of the others). It is written aside, synced to disk and renamed, so
+a kill leaves the old ones or the new one, never half of it. "Latest" is not stored anywhere: it is
+the newest step whose sums verify.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from stopmim._version import __version__
+from stopmim.base.console import warn
+from stopmim.base.errors import CheckpointError, StorageError
+from stopmim.base.faults import faultpoint
+from stopmim.config.schema import Config
+from stopmim.train.distributed import like, whole
+
+FORMAT = 1
+SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before a run gives up
+
+
+def save(
+    run: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    about: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Writes the checkpoint of `step` and then removes older ones, but for `keep` - 1.
+
+    `about` is what else a reader needs: the config, the state of the loss scaler.
+    """
+    weights, slots = gathered(model, optimizer)
+    folder = run / "checkpoints"
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
+    sweep(run)
+    temporary.mkdir(parents=True)
+    try:
+        faultpoint("save.begin")
+        save_file(weights, temporary / "model.safetensors")
+        faultpoint("save.model")
+        save_file(slots, temporary / "optimizer.safetensors")
+        _write_json(temporary / "state.json", {"step": step, **about})
+        files = sorted(path for path in temporary.iterdir())
+        sums = {
+            path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in files
+        }
+        manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
+        _write_json(temporary / "manifest.json", manifest)
+        for path in temporary.iterdir():
+            path.chmod(0o666 & ~_umask())  # safetensors makes its files 0600
+            _sync(path)
+        _sync(temporary)
+        faultpoint("save.synced")
+        if final.exists():  # one that did not verify, or the run would not be at this step
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    faultpoint("save.renamed")
+    prune(final, keep)
+    return final
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Of `newest`, which is known to be whole, and those before it, removes all but `keep`.
+
+    A later one is damaged, or the run would be further: it must not take the place of another.
+    """
+    run = newest.parents[1]
+    for old in [path for path in _steps(run) if path <= newest][:-keep]:
+        # One that stays (a link, or open elsewhere on NFS) is no reason to call the save failed.
+        shutil.rmtree(old, ignore_errors=True)
+        faultpoint("save.pruned")
+
+
+class Saver:
+    """Saves the checkpoints of a run; a disk that is full for a while does not end it.
+
+    Of several processes one writes; the others hand it their pieces of the tensors.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        config: Config,
+        *,
+        writes: bool = True,
+    ) -> None:
+        self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
+        self.config, self.writes, self.failed = config, writes, 0
+
+    def save(self, step: int, *, final: bool) -> None:
+        if not self.writes:
+            gathered(self.model, self.optimizer, keep=False)
+            return
+        about = {
+            "config": self.config.model_dump(mode="json"),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
+        keep = self.config.runtime.keep
+        try:
+            save(self.run, self.model, self.optimizer, step=step, about=about, keep=keep)
+            self.failed = 0
+        except (OSError, safetensors.SafetensorError) as error:
+            self.failed += 1
+            what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
+            if final or self.failed == SAVES_TO_FAIL:
+                raise StorageError(f"{what}; make room and run the same command again") from None
+            warn(f"{what}; training goes on")
+
+
+def sweep(run: Path) -> None:
+    """Removes what an interrupted save left behind."""
+    for path in (run / "checkpoints").glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def latest(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and what is wrong with those passed over."""
+    damaged = []
+    for path in reversed(_steps(run)):
+        if problem := verify(path):
+            damaged.append(problem)
+        else:
+            return path, damaged
+    return None, damaged
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with the checkpoint at `path`, in one line, or None."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        for name, want in manifest["files"].items():
+            if (path / name).stat().st_size != want["bytes"]:
+                return f"{path / name}: {(path / name).stat().st_size} bytes, not {want['bytes']}"
+            if _sha256(path / name) != want["sha256"]:
+                return f"{path / name}: its sha256 is not the recorded one"
+        missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - {
+            *manifest["files"]
+        }
+        return f"{path}: manifest.json does not list {min(missing)}" if missing else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{path}: {type(error).__name__}: {error}"
+
+
+def state(path: Path) -> dict[str, Any]:
+    """`state.json` of a verified checkpoint: step, config and what else was saved about it."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path}: format {manifest['format']}, made by stopmim {manifest['stopmim']}; "
+            f"this is {__version__}, which reads up to format {FORMAT}: upgrade stopmim"
+        )
+    return json.loads((path / "state.json").read_bytes())
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fills `model` and `optimizer` from the checkpoint at `path`, every key of it, or raises."""
+    try:
+        weights = load_file(path / "model.safetensors")
+        slots = load_file(path / "optimizer.safetensors") if optimizer else {}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path}: unreadable: {error}") from None
+    want = model.state_dict()
+    check_fit(weights, want, str(path))
+    model.load_state_dict({name: like(x, want[name]) for name, x in weights.items()})
+    if optimizer:
+        _load_slots(slots, model, optimizer, str(path))
+
+
+def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) -> None:
+    """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
+    problems = [f"missing {key} {tuple(want[key].shape)}" for key in want.keys() - weights.keys()]
+    problems += [
+        f"unexpected {key[:80]} {tuple(weights[key].shape)}" for key in weights.keys() - want.keys()
+    ]
+    problems += [
+        f"{key} is {tuple(weights[key].shape)}, the model has {tuple(want[key].shape)}"
+        for key in want.keys() & weights.keys()
+        if want[key].shape != weights[key].shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"{source}: does not fit this model: {'; '.join(sorted(problems)[:3])}{more}"
+        )
+
+
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, and what the optimizer has for each, whole and on the CPU; without `keep` nothing.
+
+    Of a model in pieces every rank must call it, and only the one that writes needs the result.
+    """
+    slots = {
+        f"{name}/{slot}": value
+        for name, parameter in _named(model, optimizer)
+        for slot, value in optimizer.state[parameter].items()
+    }
+    return _whole_on_cpu(model.state_dict(), keep), _whole_on_cpu(slots, keep)
+
+
+def _whole_on_cpu(pieces: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    found = {}
+    for name, piece in pieces.items():
+        x = whole(piece.detach())
+        if keep:
+            found[name] = x.cpu().contiguous()
+    return found
+
+
+def _named(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of the optimizer by name: an index would tie the file to the order of groups."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter], parameter
+
+
+def _load_slots(
+    slots: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, source: str
+) -> None:
+    used = 0
+    for name, parameter in _named(model, optimizer):
+        for slot in ("step", "exp_avg", "exp_avg_sq"):
+            if (value := slots.get(f"{name}/{slot}")) is not None:
+                used += 1
+                # Fused AdamW keeps its step counter beside the parameter, in float32.
+                value = value.to(parameter.device)
+                optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
+    if used != len(slots):
+        raise CheckpointError(f"{source}: optimizer.safetensors has entries of another model")
+
+
+def _steps(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-????????"))
+
+
+def _write_json(path: Path, tree: Any) -> None:
+    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,341 @@
+"""A run directory: what is in it, who may write to it, and how it stays readable after a crash.
+
+run.json         config, data, versions, git state, device; written before the first update
+metrics.jsonl    one line per logged step
+checkpoints/     see checkpoint.py
+bad_files.jsonl  images that could not be read, each once
+results.jsonl    one line per evaluation
+report.html      see report/
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from stopmim._version import __version__
+from stopmim.base.console import warn
+from stopmim.base.errors import CheckpointError, DataError, RunInUseError, StorageError, UserError
+from stopmim.config.schema import Config, flatten
+from stopmim.data.images import Images
+from stopmim.runs import checkpoint
+
+if TYPE_CHECKING:
+    from stopmim.method.encoder import Encoder
+    from stopmim.method.model import MaskedImageModel
+
+
+@dataclass(frozen=True, init=False)
+class Run:
+    """A run on disk, as `pretrain` returns it."""
+
+    path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """`run.json`."""
+        try:
+            tree = json.loads((self.path / "run.json").read_bytes())
+        except FileNotFoundError:
+            why = "there is no run.json in it" if self.path.is_dir() else "no such folder"
+            raise CheckpointError(f"{self.path}: not a run directory: {why}") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: not a run directory: run.json: {error}") from None
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{self.path}: not a run directory: run.json holds no object")
+        return tree
+
+    @property
+    def config(self) -> Config:
+        try:
+            return Config.model_validate_json(json.dumps(self.about["config"]))
+        except (ValueError, KeyError, TypeError) as error:
+            what = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{self.path / 'run.json'}: no config that stopmim {__version__} knows: {what}"
+            ) from None
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / "metrics.jsonl"))
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / "results.jsonl"))
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint that verifies."""
+        path, damaged = checkpoint.latest(self.path)
+        if path is None:
+            raise CheckpointError(damaged[0] if damaged else f"{self.path}: no checkpoint in it")
+        return path
+
+    def model(self) -> "MaskedImageModel":
+        from stopmim.weights.load import load_model
+
+        return load_model(self.checkpoint)
+
+    def encoder(self, branch: Literal["target", "context"] = "target") -> "Encoder":
+        from stopmim.weights.load import load_encoder
+
+        return load_encoder(self.checkpoint, branch)
+
+    def add_result(self, **result: Any) -> None:
+        append_jsonl(self.path / "results.jsonl", result)
+
+
+_locks: set[FileIO] = set()  # of runs that this process has claimed
+
+
+def _let_go() -> None:
+    """A lock goes when all who have it are gone, and workers outlive a killed parent by seconds."""
+    for handle in _locks:
+        handle.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Makes sure that `path` can be written to, and that nobody else does so at the same time."""
+    lock = path / "run.lock"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("ab+", buffering=0)  # nothing is left to write when it is closed
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().decode("utf-8", "replace").strip() or "another process"
+            raise RunInUseError(
+                f"{path}: in use by {owner}; wait for it or choose another --out"
+            ) from None
+        except OSError as error:  # a file system without locks
+            raise StorageError(
+                f"{lock}: cannot lock this file: {error.strerror}; choose an --out elsewhere"
+            ) from None
+        if not os.fstat(handle.fileno()).st_nlink:  # what is locked is not what others will find
+            raise RunInUseError(
+                f"{path}: was in use by a process that ended just now; run the same command again"
+            )
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n"
+        try:
+            handle.truncate(0)
+            handle.write(owner.encode())
+        except OSError as error:  # a full disk
+            raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+        _locks.add(handle)
+        try:
+            yield  # the lock goes with the process, however it ends
+        finally:
+            _locks.remove(handle)
+            if not (path / "run.json").exists():  # nothing came of it: leave no trace
+                lock.unlink()
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def begin(
+    path: Path,
+    config: Config,
+    source: str,
+    images: Images,
+    device: torch.device,
+    processes: int = 1,
+) -> None:
+    """Writes run.json, or checks that the run already there is this one and notes the restart."""
+    file = path / "run.json"
+    start = {
+        "time": _now(),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "device": _device_name(device),
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "runtime": config.runtime.model_dump(mode="json"),
+        "versions": {
+            "stopmim": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "git": git_state(),
+    }
+    data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
+    if file.exists():
+        about = begun(path)
+        _same_config(path, about["config"], config)
+        if about["data"]["fingerprint"] != data["fingerprint"]:
+            raise DataError(
+                f"{path}: these are not the images this run began with: "
+                f"{about['data']['images']} from {about['data']['source']} then, "
+                f"{data['images']} from {source} now; choose another --out"
+            )
+        about["starts"].append(start)
+    else:
+        if any((path / "checkpoints").glob("step-*")):
+            raise CheckpointError(f"{path}: has checkpoints but no run.json; choose another --out")
+        about = {"config": config.model_dump(mode="json"), "data": data, "starts": [start]}
+    write_whole(file, json.dumps(about, indent=1))
+
+
+def begun(path: Path) -> dict[str, Any]:
+    """run.json, proved to have what a run is asked for when it goes on."""
+    about = Run(path).about
+    match about:
+        case {
+            "config": {},
+            "data": {"source": _, "images": int(), "fingerprint": _},
+            "starts": [{"threads": int()}, *_],
+        }:
+            return about
+    raise CheckpointError(f"{path}: not a run directory: run.json is not as stopmim writes it")
+
+
+def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
+    """A resumed run has the config it began with; free is only what no image depends on."""
+    before, now = (dict(flatten(tree)) for tree in (old, config.model_dump(mode="json")))
+    before = dict(flatten(Config().model_dump(mode="json"))) | before  # keys it did not know yet
+    for key in before.keys() | now.keys():
+        free = key.startswith("runtime.") or key == "data.max_bad"
+        if not free and before.get(key) != now.get(key):
+            raise UserError(
+                f"{path}: this run has another config: {key}: {before.get(key)!r} -> "
+                f"{now.get(key)!r}; set it back to go on, or choose another --out"
+            )
+
+
+class Lines:
+    """A .jsonl file that grows. Lines for which the disk has no room wait for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: list[dict[str, Any]] = []
+
+    def write(self, *lines: dict[str, Any]) -> None:
+        is_news = not self.waiting
+        self.waiting += lines
+        try:
+            while self.waiting:
+                append_jsonl(self.path, self.waiting[0])
+                del self.waiting[0]
+        except OSError as error:
+            if is_news:
+                warn(f"{self.path}: cannot write: {error.strerror}; will be tried again")
+
+
+class Metrics(Lines):
+    """metrics.jsonl, cut back to the step a run resumes at."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__(path / "metrics.jsonl")
+        kept = [line for line in read_jsonl(self.path) if line["step"] <= step]
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+class BadFiles:
+    """bad_files.jsonl: every unreadable image once, and the end of the run if they are too many."""
+
+    def __init__(self, path: Path, total: int, share: float) -> None:
+        self.path, self.total, self.share = path / "bad_files.jsonl", total, share
+        self.lines = Lines(self.path)
+        self.names = {line["name"] for line in read_jsonl(self.path)}
+
+    def add(self, bad: list[tuple[str, str]], *, usable: bool) -> None:
+        """Notes what a batch met; `usable` is False if an image could not even be replaced."""
+        new = {name: reason for name, reason in bad if name not in self.names}
+        self.names |= new.keys()
+        self.lines.write(*({"name": name, "reason": reason} for name, reason in new.items()))
+        if bad and (not usable or len(self.names) > self.share * self.total):
+            name, reason = bad[-1]
+            raise DataError(
+                f"{len(self.names)} of {self.total} images cannot be read, as {name}: {reason}; "
+                f"raise --data.max_bad to go on, or leave them out of a new run with "
+                f"--data.skip {self.path}"
+            )
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `path` that are whole; a kill can leave a torn one at the end."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            tree = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(tree, dict):
+            yield tree
+
+
+def append_jsonl(path: Path, line: dict[str, Any]) -> None:
+    with path.open("ab+") as file:
+        # A full disk may have torn the last line: this one is not to be lost with it.
+        at = file.seek(0, os.SEEK_END)
+        file.seek(max(0, at - 1))
+        begin = "" if file.read() in (b"", b"\n") else "\n"
+        file.write(f"{begin}{json.dumps(line)}\n".encode())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def git_state() -> str | None:
+    """Commit of the source this package runs from, with a + if it was changed since.
+
+    None where git does not know this file, as in a .venv within somebody's own repository.
+    """
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        options: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 5,
+            "check": True,
+        }
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **options)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        # Not what is untracked: the run itself may have been begun in there.
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        return commit + ("+" if subprocess.run(status, **options).stdout else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

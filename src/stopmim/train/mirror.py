@@ -1,0 +1,114 @@
+"""The lines of metrics.jsonl, shown elsewhere too; metrics.jsonl stays the record."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from stopmim.base.errors import UserError
+from stopmim.runs.run import Run
+
+Kind = Literal["none", "tensorboard", "wandb"]
+Line = Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]]:
+    """What to call with every line of metrics.jsonl after `step`, where the run goes on.
+
+    Writes to RUN/tensorboard, to RUN/wandb, or to nowhere; closed however the run ends.
+    """
+    match kind:
+        case "none":
+            yield lambda line: None
+        case "tensorboard":
+            with _tensorboard(path, step) as write:
+                yield write
+        case "wandb":
+            with _wandb(path) as write:
+                yield write
+
+
+def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
+    """The numbers of a line and their step; those of the untrained network have step 0."""
+    if "random_init" in line:
+        yield 0, dict(line["random_init"])
+    yield line["step"], {k: v for k, v in line.items() if k not in ("step", "random_init")}
+
+
+@contextlib.contextmanager
+def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise _missing("tensorboard") from None
+    # What an earlier start wrote after `step` is taken back.
+    with SummaryWriter(str(path / "tensorboard"), purge_step=step + 1) as writer:
+
+        def write(line: Line) -> None:
+            for at, values in _scalars(line):
+                for name, value in values.items():
+                    writer.add_scalar(name, value, at)
+            writer.flush()
+
+        yield write
+
+
+@contextlib.contextmanager
+def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
+    """Always offline: `wandb sync RUN/wandb/offline-run-*` is the user's to call."""
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when it is imported: reports to nobody
+    try:
+        import wandb
+    except ImportError:
+        raise _missing("wandb") from None
+    run = Run(path)
+    # The first start is in run.json from before the first update: a run keeps its id for life.
+    first = json.dumps(run.about["starts"][0], sort_keys=True)
+    name = hashlib.sha256(first.encode()).hexdigest()[:8]
+    # A file of theirs cannot be cut back to where the run goes on, so it is written anew.
+    for old in (path / "wandb").glob(f"offline-run-*-{name}"):
+        shutil.rmtree(old)
+    settings = wandb.Settings(
+        mode="offline",
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        x_disable_machine_info=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_save_requirements=False,
+    )
+    try:
+        shown = wandb.init(
+            project="stopmim",
+            id=name,
+            name=path.resolve().name,
+            dir=str(path),
+            config=run.about["config"],
+            settings=settings,
+        )
+    except wandb.Error as error:
+        raise UserError(f"runtime.mirror: wandb cannot begin: {error}") from None
+
+    def write(line: Line) -> None:
+        for at, values in _scalars(line):
+            shown.log(values, step=at)
+
+    failed = 1
+    try:
+        for line in run.metrics:
+            write(line)
+        yield write
+        failed = 0
+    finally:
+        shown.finish(exit_code=failed)
+
+
+def _missing(name: str) -> UserError:
+    return UserError(f'runtime.mirror: {name} is not installed; pip install "stopmim[{name}]"')

@@ -1,0 +1,109 @@
+"""Training as a SLURM job: one task per GPU, queued again when its time is up or it is preempted.
+
+A plain batch script does it, because the same command goes on with a run: whatever ends a job,
+starting it again is all there is to do. No daemon, no pickled function, nothing to install.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stopmim.base.errors import ResourceError, StorageError, UserError
+from stopmim.config.schema import takes_text
+from stopmim.data.order import shares
+from stopmim.method.build import configure
+
+GRACE = 120  # seconds before the time limit at which the run is told to save and end
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={gpus}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --output={log}
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@{grace}
+{options}
+# Time is nearly up: the ranks save and end, and the job goes back into the queue.
+trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={gpus}
+cpus=${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}}  # srun does not inherit it
+srun --kill-on-bad-exit=1 $cpus \\
+  bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank \\
+  {command} &
+step=$!
+wait $step; code=$?
+while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal cut the first wait short
+# Preempted, with time to save: SLURM does not queue what ended by itself. Not so if cancelled.
+about=$(scontrol show job "$SLURM_JOB_ID")
+if [[ $code -gt 128 && $about == *JobState=RUNNING* && $about == *PreemptTime=[0-9]* ]]; then
+  requeue=yes
+fi
+if [ "$requeue" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+
+
+def script(
+    data: str, out: Path, preset: str, changes: Mapping[str, Any], size: str, options: str = ""
+) -> str:
+    """The batch script that trains on `size`, as 2x8: two nodes of eight GPUs.
+
+    `options` are further ones of sbatch, without dashes: "partition=gpu time=24:00:00".
+    """
+    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)):
+        raise UserError(f"--slurm: expected NODESxGPUS, as 2x8, got {size!r}")
+    if not str(out).isprintable():
+        raise UserError(f"--out: {str(out)!r} has characters that a batch script cannot hold")
+    nodes, gpus = int(match[1]), int(match[2])
+    config = configure(preset, dict(changes))
+    shares(config.optim.batch_size, config.runtime.accumulate, 0, nodes * gpus)
+    try:
+        more = [f"--{word.lstrip('-')}" for word in shlex.split(options)]
+    except ValueError as error:
+        raise UserError(f"--sbatch: {options!r}: {str(error).lower()}") from None
+    if not all(map(str.isprintable, more)):
+        raise UserError(f"--sbatch: {options!r} has characters that a batch script cannot hold")
+    words = [sys.executable, "-m", "stopmim", "pretrain", data, "--preset", preset]
+    words += ["--out", str(out)]
+    for key, value in changes.items():
+        is_text = isinstance(value, str) and takes_text(key)
+        words += [f"--{key}", value if is_text else json.dumps(value)]
+    return SCRIPT.format(
+        name=shlex.quote(f"stopmim-{out.name}"),
+        nodes=nodes,
+        gpus=gpus,
+        log=shlex.quote(f"{str(out).replace('%', '%%')}/slurm-%j.log"),  # %: a pattern of SLURM's
+        grace=GRACE,
+        options="".join(f"#SBATCH {shlex.quote(word)}\n" for word in more),
+        command=shlex.join(words),
+    )
+
+
+def submit(text: str, out: Path) -> str:
+    """Gives the script to sbatch; returns the number of the job."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # SLURM does not make the folder of a log
+    except OSError as error:
+        raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise ResourceError(
+            f"sbatch: {error.strerror}; --slurm works where jobs can be submitted"
+        ) from None
+    if done.returncode:
+        raise ResourceError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}")
+    return done.stdout.strip().split(";")[0]

@@ -1,0 +1,136 @@
+"""The encoder of data2vec and BEiT: a ViT that knows only how far apart two patches are.
+
+It has no table of positions. Instead every attention adds a bias, the same in all blocks, which is
+looked up by the distance between two patches; what comes from or goes to the class token has
+entries of its own. Names are those of the published files.
+
+Shapes: B images, N patches, K of them kept, D width, S patches along an edge in training.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stopmim.method.encoder import EPS, Mlp, PatchEmbed, take
+
+CLASS = 3  # entries of a table for the class token: to patches, from patches, to itself
+
+
+class RelativeAttention(nn.Module):
+    """Queries and values have a bias, keys have none."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(width)) for _ in range(2))
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shift = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, shift).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, N, D / heads)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+
+
+class RelativeBlock(nn.Module):
+    """What a block adds is scaled, feature by feature."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=EPS) for _ in range(2))
+        self.attn = RelativeAttention(width, heads)
+        self.mlp = Mlp(width, hidden)
+        self.gamma_1, self.gamma_2 = (nn.Parameter(torch.ones(width)) for _ in range(2))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = x + self.gamma_1 * self.attn(self.norm1(x), bias)
+        return x + self.gamma_2 * self.mlp(self.norm2(x))
+
+
+class RelativeBias(nn.Module):
+    """The bias of every distance, by head; the table is resized for images of another size."""
+
+    def __init__(self, side: int, heads: int) -> None:
+        super().__init__()
+        self.side = side
+        distances = (2 * side - 1) ** 2
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(distances + CLASS, heads))
+
+    def forward(self, rows: int, cols: int) -> Tensor:
+        """(heads, 1 + N, 1 + N) for a grid of rows x cols, the class token first."""
+        table = self.relative_position_bias_table
+        edge, size = 2 * self.side - 1, (2 * rows - 1, 2 * cols - 1)
+        grid = table[:-CLASS].T.reshape(1, -1, edge, edge)  # (1, heads, 2 S - 1, 2 S - 1)
+        if size != (edge, edge):
+            grid = F.interpolate(grid, size=size, mode="bicubic", align_corners=False)
+        row, col = (torch.arange(n, device=table.device) for n in (rows, cols))
+        down = row[:, None] - row + rows - 1  # (rows, rows), 0 for the farthest above
+        right = col[:, None] - col + cols - 1
+        # (heads, rows, cols, rows, cols): from a patch to a patch
+        patches = grid[0][:, down[:, None, :, None], right[None, :, None, :]]
+        patches = patches.flatten(3).flatten(1, 2)  # (heads, N, N)
+        bias = F.pad(patches, (1, 0, 1, 0))
+        bias[:, 0, 1:], bias[:, 1:, 0], bias[:, 0, 0] = *table[-CLASS:-1, :, None], table[-1]
+        return bias
+
+
+class RelativeTransformer(nn.Module):
+    """Patches to features, as `VisionTransformer` does it."""
+
+    def __init__(
+        self, side: int, patch: int, width: int, depth: int, heads: int, hidden: int
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} is not divisible by {heads} heads")
+        self.side, self.patch, self.width, self.heads = side, patch, width, heads
+        self.pool: Literal["mean", "cls"] = "cls"
+        self.patch_embed = PatchEmbed(patch, width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.rel_pos_bias = RelativeBias(side, heads)
+        self.blocks = nn.ModuleList(RelativeBlock(width, heads, hidden) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=EPS)
+
+    def embed(self, images: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens (B, 1 + K, D), and the bias (1 or B, heads, 1 + K, 1 + K) between them."""
+        height, width = images.shape[-2:]
+        if height % self.patch or width % self.patch:
+            raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
+        x, bias = (
+            self.patch_embed(images),
+            self.rel_pos_bias(height // self.patch, width // self.patch),
+        )
+        if index is None:
+            bias = bias[None]
+        else:
+            x, token = take(x, index), F.pad(index + 1, (1, 0))  # (B, 1 + K)
+            bias = bias[:, token[:, :, None], token[:, None, :]].transpose(0, 1)
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1), bias
+
+    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
+        x, bias = self.embed(images, index)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.norm(x)[:, 1:]
+
+    def features(
+        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
+    ) -> Tensor:
+        """The last `layers` blocks, each normed and pooled, (B, layers * D)."""
+        if pool not in ("mean", "cls"):
+            raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
+        if not 1 <= layers <= len(self.blocks):
+            raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
+        (x, bias), pooled = self.embed(images, None), []
+        for i, block in enumerate(self.blocks):
+            x = block(x, bias)
+            if i >= len(self.blocks) - layers:
+                normed = self.norm(x)
+                pooled.append(normed[:, 1:].mean(dim=1) if pool == "mean" else normed[:, 0])
+        return torch.cat(pooled, dim=1)

@@ -1,0 +1,101 @@
+"""Benchmarks measure what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stopmim.base.errors import UserError
+from stopmim.bench import growth as bench_growth
+from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks, written
+from stopmim.method.build import configure
+from stopmim.train.loop import draw_masks
+
+QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_is_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stopmim.bench.step.STEPS", 2)
+
+
+def test_operations_are_those_of_the_architecture() -> None:
+    config = configure("vit_b16_stop", {"optim.batch_size": 2})
+    masks = published_masks(config, 2, torch.Generator())
+    assert masks.context.shape == (2, 52)
+    assert masks.targets.shape == (4, 2, 33)
+
+    def block(tokens: int, queries: int, width: int) -> int:
+        """qkv; scores and their use; projection and MLP of the queries."""
+        return 6 * tokens * width**2 + 4 * tokens * queries * width + 18 * queries * width**2
+
+    patch = 2 * 3 * 16 * 16 * 768
+    target = 196 * patch + 12 * block(196, 196, 768)
+    context = 52 * patch + 12 * block(52, 52, 768)
+    both = 52 + 33
+    one = 5 * block(both, both, 384) + block(both, 33, 384) + 33 * 2 * 384 * 768
+    # A projects 52 tokens of the context and the noise of 4 x 33 masked ones.
+    embed = 2 * 768 * 384 * (52 + 4 * 33)
+    forward = context + 4 * one + embed
+    # Backward costs twice the forward, less the gradients nobody needs: of pixels and of noise.
+    unneeded = 52 * patch + 2 * 768 * 384 * 4 * 33
+    expected = target + 3 * forward - unneeded
+    assert count_flops(config, masks) / 2 == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
+    counts = set()
+    for recompute in ("on", "off"):
+        config = configure("tiny_cpu", {"runtime.recompute": recompute})
+        (masks,) = draw_masks(config, 0, [slice(0, 1)], torch.device("cpu"))
+        counts.add(count_flops(config, masks))
+    assert len(counts) == 1
+
+
+def test_figures_of_one_day_are_in_one_file_and_none_is_lost(tmp_path: Path) -> None:
+    line = {"bench": "step", "device": "NVIDIA H200", "date": "2026-11-16"}
+    for masks in ("own", "published"):
+        written([line | {"masks": masks}], tmp_path, "step_vit_b16")
+    (file,) = tmp_path.iterdir()
+    assert file.name == "step_vit_b16_nvidia-h200_2026-11-16.md"
+    title, _, opened, *lines, closed = file.read_text().splitlines()
+    assert (title[0], opened, closed) == ("#", "```json", "```")
+    assert [json.loads(one)["masks"] for one in lines] == ["own", "published"]
+
+
+def test_published_masks_are_of_published_architectures() -> None:
+    config = configure("tiny_cpu", {})
+    with pytest.raises(UserError, match="no published masks for vit_micro6"):
+        published_masks(config, 2, torch.Generator())
+
+
+def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
+    text = bench_step("tiny_cpu", QUICK, rounds=1, twin=False)
+    line = json.loads(text)
+    assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=0.01)
+    assert line["tflops"] * 1e12 == pytest.approx(
+        line["gflop_per_image"] * 1e9 * line["images_per_s"], rel=0.05, abs=6e8
+    )
+
+
+def test_masks_are_timed_alone() -> None:
+    line = json.loads(bench_masks("tiny_cpu", QUICK, rounds=2))
+    assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
+
+
+def test_growth_has_a_line_for_every_value_and_a_plot_for_every_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = {"optim.batch_size": [2, 4], "predictor.depth": [1, 2]}
+    monkeypatch.setattr(bench_growth, "GROWTH", growth)
+    small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
+    changes = QUICK | small | {"predictor.width": 24, "predictor.depth": 2}
+    text = bench_growth.bench_growth(changes, rounds=1, out=tmp_path)
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(x["varied"], x["value"]) for x in lines] == [(k, v) for k in growth for v in growth[k]]
+    assert lines[1]["ms"] == lines[3]["ms"]  # the same step, measured once
+    figure = (tmp_path / "growth.svg").read_text()
+    assert figure.count("<!-- ms per step -->") == 2
+    assert "<!-- optim.batch size -->" in figure
+    assert "<!-- predictor.depth -->" in figure

@@ -1,0 +1,342 @@
+"""The command line as a person meets it: one line per mistake, and the right exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.progress import TextColumn
+
+from stopmim.base.console import Ticker, say
+from stopmim.cli import main
+from stopmim.cli.words import split_changes
+from stopmim.config.presets import PRESETS
+from tiny import write_folder
+
+TINY = [
+    *("--preset", "tiny_cpu", "--arch", "vit_micro4", "--image-size", "24"),
+    *("--masking.context-length", "10", "--predictor.depth", "1", "--predictor.width", "24"),
+    *("--optim.epochs", "2", "--optim.batch_size", "8"),
+    *("--optim.warmup-epochs", "1", "--runtime.threads", "1", "--runtime.workers", "0"),
+    *("--runtime.log-every", "1", "--runtime.device", "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("", 2, "error: a command is missing; there are demo, pretrain"),
+        ("pretain x", 2, 'error: no command "pretain"; did you mean "pretrain"?; there are demo'),
+        ("eval runs/x", 2, 'error: eval: no command "runs/x"; there are knn, linear'),
+        ("eval --data x", 2, 'error: eval: no command "--data"; there are knn, linear'),
+        ("eval", 2, "error: eval: a command is missing; there are knn, linear"),
+        ("pretrain", 2, "error: pretrain: missing DATA (a folder, tar shards"),
+        (
+            "features x",
+            2,
+            "features: missing --encoder FILE (anything that `stopmim inspect` knows",
+        ),
+        ("features x", 2, "), --out FILE (.npz or .parquet); see stopmim features --help"),
+        ("check x --limit two", 2, "error: --limit: expected a whole number, got 'two'; see"),
+        ("eval finetune x --lr y", 2, "error: --lr: expected a number, got 'y'; see stopmim eval"),
+        ("eval knn x --hold-out", 2, "error: --hold-out: a value is missing; see stopmim eval knn"),
+        ("pretrain x --outt y", 2, 'pretrain: no option --outt; did you mean "--out"?; see'),
+        (
+            "pretrain x --batch-size 8",
+            2,
+            'no option --batch-size; did you mean "--optim.batch_size"?',
+        ),
+        ("eval knn x --batch-size 8", 2, "no option --batch-size; see stopmim eval knn --help"),
+        ("pretrain x tiny_cpu", 2, 'too many: "tiny_cpu"; see stopmim pretrain --help'),
+        ("export x --to tim --out y", 2, "see stopmim export --help"),
+        (
+            "eval lowshot random:vit_micro8@24 --data scenes:16:24 --per-class 0",
+            2,
+            "at least one image",
+        ),
+        ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
+        ("ablate positions --few 0", 2, "--few 0: neither a number"),
+        ("ablate tracking --video-size 0 --dry-run", 2, "--video-size 0: expected 1 or more"),
+        ("ablate positons", 2, 'no such table; did you mean "positions"?; there are positions'),
+        (
+            "demo --out {tmp}/run --optim.epochs x",
+            2,
+            "optim.epochs: input should be a valid integer",
+        ),
+        ("inspect {tmp}/file", 4, "not a file of weights"),
+        ("inspect {tmp}/features.npz", 4, "an archive, but none of weights"),
+        ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
+        ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
+        ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
+        ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"?; presets are'),
+        ("pretrain x --out y --preset my.yaml", 2, "my.yaml: no such file; `stopmim presets`"),
+        ("report {tmp}/run", 4, "run: not a run directory: no such folder"),
+        ("report {tmp}/empty", 4, "not a run directory: there is no run.json in it"),
+        ("doctor {tmp}/run", 2, "run: not a run directory: no such folder"),
+        ("pretrain x --out {tmp}/run --positions.sgima 1", 2, 'did you mean "positions.sigma"?'),
+        (
+            "pretrain x --out {tmp}/run --positions.sigma -1",
+            2,
+            "sigma: input should be greater",
+        ),
+        ("pretrain x --positions.sigma", 2, "--positions.sigma: a value is missing"),
+        (
+            "pretrain x --out {tmp}/run --optim.ema 0.9 1.2",
+            2,
+            "optim.ema.1: input should be less",
+        ),
+        (
+            "pretrain x --out {tmp}/run --seed one",
+            2,
+            "seed: input should be a valid integer",
+        ),
+        ("pretrain x --out {tmp}/run", 3, "no such folder"),
+        ("pretrain {tmp}/empty --out {tmp}/run", 3, "no images"),
+        ("pretrain scenes:0 --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:x:y --out {tmp}/run", 2, "expected scenes[:count"),
+        ("pretrain scenes:8:24:x --out {tmp}/run", 2, "expected scenes[:count"),
+        ("eval knn random:vit_micro8@24 --seed -1", 2, "--seed -1: expected 0 or more"),
+        ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
+        ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
+        ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
+        ("presets --seed 1", 2, "presets: takes no config key"),
+        ("bench speed", 2, "invalid choice 'speed'"),
+        ("bench masks --rounds 0", 2, "--rounds 0: at least one"),
+        ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),
+        ("bench loader --optim.batch_size 4", 2, "bench loader: --optim.batch_size has no effect"),
+        ("bench probe --rounds 3", 2, "bench probe: --rounds has no effect"),
+        ("bench step --out {tmp}/file", 5, "file: cannot write here: File exists"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_exit_code(
+    line: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    np.savez(tmp_path / "features.npz", features=np.zeros((2, 3)))
+    assert main(line.format(tmp=tmp_path).split()) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith("stopmim: error: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()  # nothing is left behind
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_dry_run_of_every_preset_prints_config_and_size(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pretrain", "anything", "--preset", name, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "M parameters" in text.splitlines()[0]
+    assert "\noptim:\n" in text
+
+
+def test_a_dry_run_is_a_preset_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["pretrain", "x", "--preset", "vit_h14_stop", "--seed", "5", "--dry-run"])
+    first = capsys.readouterr().out
+    (tmp_path / "my.yaml").write_text(first)
+    main(["pretrain", "x", "--preset", str(tmp_path / "my.yaml"), "--dry-run"])
+    assert capsys.readouterr().out == first
+    assert "seed: 5" in first
+
+
+def test_config_keys_may_stand_anywhere_in_any_spelling() -> None:
+    words = "pretrain --optim.ema 0.9 1 D --image-size=48 --masking.target_scale [0.1,0.2] --out x"
+    rest, changes = split_changes(words.split())
+    assert rest == ["pretrain", "D", "--out", "x"]
+    assert changes == {
+        "optim.ema": [0.9, 1],
+        "image_size": 48,
+        "masking.target_scale": [0.1, 0.2],
+    }
+
+
+@pytest.mark.parametrize("text", ["runs/first #2", "2024", "a: b.jsonl", "@x", '"q"', "[x", "~"])
+def test_a_key_that_is_text_is_taken_as_typed(text: str) -> None:
+    for key in ("init", "data.skip", "arch"):
+        assert split_changes(["pretrain", f"--{key}", text])[1] == {key: text}
+        assert split_changes(["pretrain", f"--{key}={text}", "D"]) == (
+            ["pretrain", "D"],
+            {key: text},
+        )
+    assert split_changes(["--init", "null"])[1] == {"init": None}
+    assert split_changes(["--seed", "2024"])[1] == {"seed": 2024}
+
+
+def test_a_path_with_the_name_of_an_emoji_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = "/data/a:x:b [bold]c"
+    say(path)
+    assert capsys.readouterr().err == f"{path}\n"
+    ticker = Ticker(path, 1)
+    ticker.update(1, path)
+    live = [column for column in ticker.bar.columns if isinstance(column, TextColumn)]
+    shown = [column.render(ticker.bar.tasks[0]).plain for column in live]
+    assert shown == [path, "left", path]
+
+
+def test_pretrain_trains_and_says_where_the_checkpoint_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "images")
+    (folder / "part0" / "broken\x1b[31m.png").write_bytes(b"not an image")
+    command = [
+        "pretrain",
+        str(folder),
+        "--out",
+        str(tmp_path / "run"),
+        *TINY,
+        "--data.max_bad",
+        "1",
+    ]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert out.strip().endswith("checkpoints/step-00000010")
+    assert "loss" in err
+    assert "img/s" in err
+    assert "target std" in err
+    assert "bad_files.jsonl: 1 of 41 images were unreadable, and replaced" in err
+    assert (tmp_path / "run" / "bad_files.jsonl").read_text().count("\n") == 1
+    assert main(command) == 0
+    assert "finished, all 10 updates are done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
+def test_a_real_signal_saves_and_ends_with_its_code(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    folder, run = write_folder(tmp_path / "images"), tmp_path / "run"
+    command = [sys.executable, "-m", "stopmim", "pretrain", str(folder), "--out", str(run), *TINY]
+    command += ["--optim.epochs", "2000", "--runtime.workers", "2"]
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, number)  # as a terminal does: to the workers too
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    lines = [line for line in err.decode().splitlines() if line.startswith("stopmim: error")]
+    assert len(lines) == 1
+    assert "stopped and saved at step" in lines[0]
+    assert "Traceback" not in err.decode()
+    assert len(list((run / "checkpoints").glob("step-*"))) >= 1
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    code = (
+        "import sys; from stopmim.cli import main\n"
+        "assert main(['--version']) == 0 and main(['--help']) == 0\n"
+        "assert main(['pretrain', '--help']) == 0 and main(['presets']) == 0\n"
+        "assert main(['pretrain', 'x', '--outt']) == 2\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_help_says_that_the_default_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of an option that may be left out says what happens then."""
+    for command in ("pretrain", "ablate", "check", "features", "bench", "report", "eval finetune"):
+        assert main([*command.split(), "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "{None}" not in text
+    assert "(default: )" not in text
+    assert "(default: None)" not in text
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m stopmim presets | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_a_bug_is_one_line_and_a_traceback_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("this cannot happen")
+
+    monkeypatch.setattr("stopmim.train.loop.build", broken)
+    command = ["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]
+    assert main(command) == 1
+    assert "internal error: AssertionError: this cannot happen" in capsys.readouterr().err
+    assert "this cannot happen" in (tmp_path / "run" / "crash-rank0.txt").read_text()
+    with pytest.raises(AssertionError):
+        main([*command, "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "at_a_time", "way_out"),
+    [
+        (8, 1, 8, "--runtime.accumulate 2"),
+        (10, 2, 5, "--runtime.accumulate 5"),  # 4 parts would be refused
+        (4, 4, 1, "--runtime.recompute on"),
+    ],
+)
+def test_running_out_of_memory_names_a_way_out_that_works(
+    batch: int,
+    accumulate: int,
+    at_a_time: int,
+    way_out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
+
+    monkeypatch.setattr("stopmim.train.step.train_step", full)
+    cut = ["--optim.batch_size", str(batch), "--runtime.accumulate", str(accumulate)]
+    assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY, *cut]) == 7
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert f"out of memory with {at_a_time} images at a time" in err
+    assert err.endswith(way_out)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    """As another user: root may write anywhere."""
+    (tmp_path / "locked").mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            if os.getuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+            code = main(["pretrain", "scenes:9:24", "--out", str(tmp_path / "locked/run"), *TINY])
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 5
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["pretrain"], 2)])
+def test_a_rank_ends_with_its_own_code_and_words_whatever_torch_does_at_the_end(
+    words: list[str], code: int
+) -> None:
+    fault = "import atexit, os; atexit.register(os.abort)"  # as a thread of torch now and then does
+    script = f"{fault}; import sys; sys.argv[1:] = {words}; from stopmim.__main__ import run; run()"
+    command, rank = [sys.executable, "-c", script], os.environ | {"RANK": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=rank)
+    assert done.returncode == code
+    assert "stopmim" in done.stdout + done.stderr

@@ -1,0 +1,116 @@
+"""Some of the images of a source, and a source in two parts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stopmim.base.errors import DataError
+from stopmim.cli import main
+from stopmim.data.sources.arrays import Arrays
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import Some, held_out
+from stopmim.data.subset import source as whole
+from stopmim.evals.inputs import choose_labels, middle, open_encoder
+from tiny import write_folder, write_parts
+
+
+def source(counts: list[int]) -> Arrays:
+    label = np.repeat(np.arange(len(counts)), counts)
+    pixels = np.arange(len(label), dtype=np.uint8)[:, None, None, None] + np.zeros(
+        (1, 2, 2, 3), int
+    )
+    return Arrays(pixels.astype(np.uint8), {"class": label}, [], "numbers")
+
+
+def values(images: Some) -> list[int]:
+    return [int(images.read(i).max()) for i in range(len(images))]
+
+
+def test_some_images_keep_names_pixels_and_labels_and_have_a_fingerprint_of_their_own() -> None:
+    images = source([5, 5])
+    some = Some(images, [7, 3])
+    assert [some.name(i) for i in range(2)] == [images.name(3), images.name(7)]
+    assert values(some) == [3, 7]
+    assert some.labels["class"].tolist() == [0, 1]
+    assert len({images.fingerprint, some.fingerprint, Some(images, [3, 8]).fingerprint}) == 3
+
+
+def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:
+    fit, test = held_out(Scenes(20, 24), 0.2, seed=0)
+    assert isinstance(whole(Some(test, [0])), Scenes)
+    assert choose_labels(fit, test, ()) == choose_labels(Scenes(8, 24), Scenes(8, 24), ())
+    assert middle(open_encoder("random:vit_micro8@24"), test).resize == 24
+
+
+def test_beside_a_class_other_numbers_are_asked_about_only_by_name() -> None:
+    images = source([2, 2])
+    images.labels = {"width": np.array([5, 6, 7, 8]), **images.labels}
+    assert choose_labels(images, images, ()) == ["class"]
+    assert choose_labels(images, images, ("width",)) == ["width"]
+    del images.labels["class"]
+    assert choose_labels(images, images, ()) == ["width"]
+
+
+def test_hidden_labels_are_refused_by_name() -> None:
+    images, hidden = source([2, 2]), source([2, 2])
+    hidden.labels = {"class": np.array([0, -1, -1, -1])}
+    with pytest.raises(DataError, match=r"^class: 3 of 4 test images .* below zero"):
+        choose_labels(images, hidden, ())
+    with pytest.raises(DataError, match=r"^class: 3 of 4 training images .* below zero"):
+        choose_labels(hidden, images, ())
+
+
+def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
+    images = source([10, 20, 3, 1])
+    fit, test = held_out(images, 0.2, seed=0)
+    assert sorted(values(fit) + values(test)) == list(range(34))
+    # Of three a fifth is less than one image, and one is tested; a lone image is never tested.
+    assert np.bincount(test.labels["class"], minlength=4).tolist() == [2, 4, 1, 0]
+    for part in (fit, test):
+        assert [images.labels["class"][v] for v in values(part)] == part.labels["class"].tolist()
+    assert fit.fingerprint != test.fingerprint
+
+
+def test_a_source_is_split_by_its_classes_and_not_by_other_numbers() -> None:
+    images = source([10, 20])
+    images.labels = {"area": np.arange(30), **images.labels}
+    _, test = held_out(images, 0.2, seed=0)
+    assert np.bincount(test.labels["class"]).tolist() == [2, 4]
+
+
+def test_no_class_is_tested_whole_and_the_seed_decides_who_is() -> None:
+    images = source([4, 4])
+    fit, test = held_out(images, 0.99, seed=0)
+    assert np.bincount(fit.labels["class"]).tolist() == [1, 1]
+    drawn = {tuple(values(held_out(images, 0.5, seed)[1])) for seed in range(8)}
+    assert len(drawn) > 4
+    assert values(held_out(images, 0.99, seed=0)[1]) == values(test)
+
+
+def test_a_folder_without_a_test_part_can_be_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat", "dog"):
+        write_folder(tmp_path / "data" / name, 5)
+    words = ["eval", "knn", "random:vit_micro8@24", "--data", str(tmp_path / "data")]
+    assert main(words) == 3
+    assert "eval --hold-out 0.2 makes one" in capsys.readouterr().err
+    assert main([*words, "--hold-out", "0.4"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("knn")]
+    assert line.split()[-4:] == ["4", "train", "k", "5"]  # of ten, two of each class
+    assert main([*words, "--hold-out", "1"]) == 2
+    assert "--hold-out 1: expected a share" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_test_part_is_not_split_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_parts(tmp_path / "data")
+    words = ["eval", "knn", "random:vit_micro8@24", "--hold-out", "0.2", "--data"]
+    assert main([*words, str(root)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--hold-out 0.2: {root} has a test part" in line
+    fixes = tmp_path / "fixes.jsonl"
+    fixes.write_text('{"name": "part0/003.png"}\n')
+    assert main([*words, str(root / "train"), "--skip", str(fixes)]) == 0

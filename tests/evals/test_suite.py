@@ -1,0 +1,884 @@
+"""The protocols on images, as a person asks for them; what is kept; fine-tuning; comparison."""
+
+import dataclasses
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from stopmim import Run, pretrain
+from stopmim.base.errors import DataError, UserError
+from stopmim.base.random_keys import numpy_generator
+from stopmim.bench.probe import bench_probe
+from stopmim.cli import evaluate as cli_eval
+from stopmim.cli import main
+from stopmim.data.index_cache import folder
+from stopmim.data.sources.open import open_images
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import Some
+from stopmim.evals import cache, table
+from stopmim.evals.compare import Comparison, bootstrap, compare, mcnemar
+from stopmim.evals.features import frozen
+from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrained
+from stopmim.evals.protocols.finetune import (
+    RECIPES,
+    Classifier,
+    Tuning,
+    erase,
+    finetune,
+    groups,
+    mix,
+    rate,
+)
+from stopmim.evals.protocols.knn import choose_k, knn_predict
+from stopmim.evals.protocols.lowshot import classify, listed, per_class
+from stopmim.evals.protocols.tracking import Tracking
+from stopmim.evals.randaugment import ALL, rand_augment
+from stopmim.evals.recipes import TASKS
+from stopmim.evals.results import Result
+from stopmim.evals.suite import Options, measure, measure_videos, suite
+from stopmim.evals.views import TrainView, View
+from stopmim.method.build import configure
+from stopmim.method.encoder import VisionTransformer
+from stopmim.method.model import build
+from tiny import NoiseImages, tiny, write_parts
+
+RANDOM = "random:vit_micro6@24"
+COLOURS = np.array([[150, 0, 0], [0, 150, 0], [0, 0, 150], [150, 150, 150]], np.uint8)
+
+
+class Coloured:
+    """Images whose colour says the class; `spread` of it is noise."""
+
+    def __init__(self, n: int, seed: int = 0, classes: int = 4, spread: int = 20) -> None:
+        rng = np.random.default_rng(seed)
+        self.labels = {"class": rng.integers(classes, size=n)}
+        self.pixels = rng.integers(0, spread + 1, (n, 24, 30, 3), dtype=np.uint8)
+        self.pixels += COLOURS[self.labels["class"]][:, None, None]
+        self.fingerprint = f"coloured-{n}-{seed}-{classes}-{spread}"
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, i: int) -> np.ndarray:
+        return self.pixels[i]
+
+    def name(self, i: int) -> str:
+        return f"part/{i:03}.png"
+
+
+class Planted(nn.Module):
+    """An encoder whose features are the mean colour: it knows the class."""
+
+    width, side, patch = 3, 4, 6
+    pool: Literal["mean", "cls"] = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []  # sizes of batches; no plain number, so not in the hash
+
+    def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        return images.flatten(2).transpose(1, 2)
+
+    def features(self, images: Tensor, layers: int = 1, pool: str = "mean") -> Tensor:
+        self.calls.append(len(images))
+        colour = images.flatten(2).mean(dim=2)
+        return torch.cat([colour] * layers, dim=1) + torch.tensor([0.1, 0.2, 0.3] * layers)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return pretrain(NoiseImages(), tmp_path_factory.mktemp("a") / "run", tiny(), stop_at=1)
+
+
+@pytest.fixture
+def run(trained: Run) -> Run:
+    """Without the results of other tests."""
+    (trained.path / "results.jsonl").unlink(missing_ok=True)
+    return trained
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOPMIM_CACHE", str(tmp_path / "cache"))
+
+
+# ------------------------------------------------------------------------------ features, kept
+
+
+def test_features_are_computed_once_and_come_back_with_the_same_bits() -> None:
+    encoder, images = Planted(), Coloured(10)
+    first = frozen(encoder, images, View(24, 24), batch_size=4)
+    assert encoder.calls == [4, 4, 2]
+    encoder.calls.clear()
+    again = frozen(encoder, images, View(24, 24), batch_size=10)
+    assert not encoder.calls
+    assert first.dtype == again.dtype == torch.float16
+    assert torch.equal(first, again)
+    assert first.shape == (10, 4 * 3)
+
+
+@pytest.mark.parametrize("what", ["images", "view", "weights", "heads", "draw", "precision"])
+def test_whatever_changes_features_changes_their_key(what: str) -> None:
+    """Heads are in no weight and no shape; a changed order of the same images is another set."""
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2)
+    images, view, options = Coloured(6), TrainView(24), dict[str, Any]()
+    frozen(encoder, images, view)
+    other, (kept,) = encoder, list((folder() or Path()).rglob("*.safetensors"))
+    if what == "images":
+        images = Coloured(6, seed=1)
+    elif what == "view":
+        view = TrainView(24, mode="bicubic")
+    elif what == "weights":
+        other.norm.bias.data[0] += 1e-3
+    elif what == "heads":
+        other = VisionTransformer(24, 6, width=12, depth=2, heads=3)
+        other.load_state_dict(encoder.state_dict())
+    elif what == "draw":
+        options = {"draw": (0, 1)}
+    else:
+        options = {"precision": torch.bfloat16}
+    frozen(other, images, view, **options)
+    assert len(list(kept.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "list", "tar", "parquet"])
+def test_files_overwritten_by_others_of_their_size_are_asked_again(
+    kind: str, tmp_path: Path
+) -> None:
+    """Uncompressed: the fingerprint, which is that of a run, knows names and sizes alone."""
+    first, second = Coloured(40, spread=90), Coloured(40, seed=1, spread=90)
+    source = overwrite(kind, tmp_path / "images", first)
+
+    def opened() -> Some:
+        """Some of some, without two images."""
+        return Some(Some(open_images(source), range(39)), range(38))
+
+    options, test = Options(few=5, protocols=("knn",)), Coloured(20, seed=2)
+    before, known = opened(), Planted()
+    features = frozen(known, before, View(24, 24))
+    (answer,) = measure(known, before, test, options)
+    known.calls.clear()
+    assert torch.equal(frozen(known, opened(), View(24, 24)), features)
+    measure(known, opened(), test, options)
+    assert not known.calls
+    overwrite(kind, tmp_path / "images", second)
+    after = opened()
+    assert after.fingerprint == before.fingerprint
+    assert not torch.equal(frozen(known, after, View(24, 24)), features)
+    (other,) = measure(known, after, test, options)
+    assert answer.correct is not None
+    assert other.correct is not None
+    assert not torch.equal(other.correct, answer.correct)
+
+
+def overwrite(kind: str, root: Path, images: Coloured) -> str:
+    """A source with these images as bitmaps, in files that are overwritten if they are there."""
+    names = [f"{c}/{i}.bmp" for i, c in enumerate([0, 1] * (len(images) // 2))]
+    files = []
+    root.mkdir(exist_ok=True)
+    for pixels in images.pixels:
+        held = io.BytesIO()
+        Image.fromarray(pixels).save(held, "bmp")
+        files.append(held.getvalue())
+    if kind == "parquet":
+        rows = pa.array([{"bytes": data, "path": None} for data in files])
+        table = pa.table({"image": rows, "label": [i % 2 for i in range(len(images))]})
+        pq.write_table(table, root / "a.parquet", compression="none", use_dictionary=False)
+        return str(root / "a.parquet")
+    if kind == "tar":
+        with tarfile.open(root / "a.tar", "w") as tar:
+            for i, data in enumerate(files):
+                for name, content in ((f"{i}.bmp", data), (f"{i}.cls", b"%d" % (i % 2))):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        return str(root / "a.tar")
+    for name, data in zip(names, files, strict=True):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(data)
+    if kind == "folder":
+        return str(root)
+    (root / "list.txt").write_text("".join(f"{name}\n" for name in names))
+    return str(root / "list.txt")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_damaged_features_are_computed_again(damage: str) -> None:
+    encoder, images = Planted(), Coloured(6)
+    first = frozen(encoder, images, View(24, 24))
+    (path,) = (folder() or Path()).rglob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes({"cut": data[:-5], "flipped": data, "empty": b""}[damage]))
+    encoder.calls.clear()
+    assert torch.equal(frozen(encoder, images, View(24, 24)), first)
+    assert len(encoder.calls) == 1
+    assert torch.equal(frozen(encoder, images, View(24, 24)), first)
+    assert len(encoder.calls) == 1
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing else is left behind
+
+
+def test_a_cache_that_cannot_be_written_or_is_turned_off_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = frozen(Planted(), Coloured(4), View(24, 24))
+    (tmp_path / "file").write_text("mine")
+    for place, said in ((tmp_path / "file", "nothing is kept there"), ("", "")):
+        monkeypatch.setenv("STOPMIM_CACHE", str(place))
+        assert torch.equal(frozen(Planted(), Coloured(4), View(24, 24)), first)
+        assert said in capsys.readouterr().err
+
+
+def test_last_and_last_four_are_of_one_extraction() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=5, heads=2).eval()
+    kept = frozen(encoder, Coloured(5), View(24, 24))
+    assert kept.shape == (5, 48)
+    pixels = torch.stack(
+        [View(24, 24)(Coloured(5).read(i), numpy_generator("x")) for i in range(5)]
+    )
+    from stopmim.data.crops import normalise
+
+    with torch.no_grad():
+        last = encoder.features(normalise(pixels), layers=1)
+    torch.testing.assert_close(kept[:, -12:].float(), last, rtol=2e-3, atol=2e-3)
+    shallow = VisionTransformer(24, 6, width=12, depth=2, heads=2)
+    assert frozen(shallow, Coloured(5), View(24, 24)).shape == (5, 24)
+
+
+def test_features_too_large_for_half_precision_stay_whole() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=1, heads=2)
+    encoder.norm.weight.data *= 1e6
+    found = frozen(encoder, Coloured(3), View(24, 24))
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+
+
+def test_larger_and_oblong_images_than_the_encoder_was_made_for_have_features() -> None:
+    encoder, images = VisionTransformer(24, 6, width=12, depth=1, heads=2), Coloured(3)
+    assert images.read(0).shape[:2] == (24, 30)
+    small, large = (frozen(encoder, images, View(size, size)) for size in (24, 48))
+    assert small.shape == large.shape == (3, 12)
+    assert not torch.equal(small, large)
+
+
+def test_random_views_are_drawn_by_seed_number_and_image() -> None:
+    view, encoder, images = TrainView(24), Planted(), Coloured(6, spread=50)
+    one, two = (frozen(encoder, images, view, draw=(0, i)) for i in range(2))
+    assert not torch.equal(one, two)
+    part = frozen(encoder, images, view, draw=(0, 1), batch_size=1)
+    assert torch.equal(part, two)
+
+
+# ------------------------------------------------------------------------------ protocols
+
+
+@pytest.mark.parametrize("recipe", [None, dataclasses.replace(TASKS["clevr_count"].recipe, lr=1.0)])
+def test_an_encoder_that_knows_the_class_scores_more_than_99_percent(recipe: Any) -> None:
+    options = Options(recipe=recipe, few=20, selections=("held-out", "paper"))
+    results = suite(Planted(), Coloured(200), Coloured(150, seed=1), options)
+    scores = [r for r in results if r.name == "accuracy"]
+    assert {r.protocol.split()[0] for r in scores} == {"knn", "linear", "lowshot"}
+    for result in scores:
+        assert result.value > 0.99, result
+        assert result.n == 150
+        assert result.interval
+        assert result.random_init is None  # nobody knows how this one looked before
+    # few: 20 of each of four classes
+    assert {r.train for r in scores} == {200, 80}
+
+
+def test_a_random_encoder_has_its_own_number_beside_it() -> None:
+    encoder = open_encoder(RANDOM)
+    options = Options(protocols=("knn", "rankme"), labels=("class",))
+    results = suite(encoder, Coloured(200, spread=100), Coloured(200, 1, spread=100), options)
+    assert [r.protocol for r in results] == ["knn", "rankme"]
+    for result in results:
+        assert result.random_init == pytest.approx(result.value)
+
+
+def test_the_same_question_again_is_answered_from_the_cache() -> None:
+    encoder, options = Planted(), Options(few=5, selections=("held-out", "paper"))
+    train, test = Coloured(60), Coloured(40, seed=1)
+    first = measure(encoder, train, test, options)
+    encoder.calls.clear()
+    again = measure(encoder, train, test, options)
+    assert not encoder.calls
+    assert [m.result for m in again] == [m.result for m in first]
+    for a, b in zip(first, again, strict=True):
+        assert (a.correct is None) == (b.correct is None)
+        assert a.correct is None or b.correct is None or torch.equal(a.correct, b.correct)
+    assert measure(encoder, train, test, Options(few=6))[-2].result.train == 24  # another question
+    train.labels["class"] = train.labels["class"][::-1].copy()
+    assert measure(encoder, train, test, options)[0].result != first[0].result
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("data/decode.py", {"frozen", "measure", "measure_videos"}),
+        ("data/sources/scenes.py", {"frozen", "measure", "measure_videos"}),
+        ("data/videos.py", {"frozen", "measure", "measure_videos"}),
+        ("evals/protocols/knn.py", {"measure", "measure_videos"}),
+        ("train/loop.py", set()),
+    ],
+)
+def test_what_other_code_found_is_found_again(
+    file: str, changed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "stopmim"
+    for package in ("data", "evals"):
+        shutil.copytree(Path(cache.__file__).parents[1] / package, ours / package)
+    monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
+    encoder, images = open_encoder(RANDOM), Coloured(20)
+    options = Options(("knn",), videos="scenes:1:32", tracking=Tracking(size=48))
+    asked: dict[str, Callable[[], object]] = {
+        "frozen": lambda: frozen(encoder, images, View(24, 24)),
+        "measure": lambda: measure(encoder, images, images, options),
+        "measure_videos": lambda: measure_videos(encoder, options),
+    }
+
+    def new() -> set[str]:
+        """Whose questions leave something that was not kept before."""
+        found = set()
+        for name, ask in asked.items():
+            before = set((folder() or Path()).rglob("*.safetensors"))
+            ask()
+            if set((folder() or Path()).rglob("*.safetensors")) != before:
+                found.add(name)
+        return found
+
+    assert new() == set(asked)
+    assert not new()
+    with (ours / file).open("a") as code:
+        code.write("VERSION = 2\n")
+    assert new() == changed
+
+
+def test_k_is_chosen_without_the_sample_itself() -> None:
+    """With itself among its neighbours every sample knows its label, and k = 1 is perfect."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(200, 5, generator=generator), torch.randint(3, (200,), generator=generator)
+    y[:150] = 0
+    assert choose_k(x, y, 0, (1, 50)) == 50
+    found = knn_predict(x, y, x, (1,), itself=torch.arange(200))[0]
+    assert 0.3 < float((found == y).float().mean()) < 0.8
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_few_labels_are_n_of_each_class_by_the_seed(n: int) -> None:
+    y = torch.tensor([0] * 10 + [2] * 10 + [5] * 2)
+    first = per_class(y, n, 0)
+    assert [int((y[first] == c).sum()) for c in (0, 2, 5)] == [n, n, min(2, n)]
+    assert first == per_class(y, n, 0)
+    assert len({tuple(per_class(y, n, seed)) for seed in range(9)}) > 1
+    # What is drawn of a class does not depend on the others.
+    alone = [i for i in first if y[i] == 0]
+    assert per_class(torch.where(y == 0, 0, -1)[:10], n, 0) == alone
+
+
+def test_a_list_of_names_finds_its_images_in_any_folder(tmp_path: Path) -> None:
+    names = tmp_path / "1percent.txt"
+    names.write_text("007.png\nelsewhere/003.png\n\n007.png\n")
+    assert listed(Coloured(10), names) == [3, 7]
+    names.write_text("007.png\n099.png\n")
+    with pytest.raises(DataError, match=r"1percent.txt: not among the 10 training images: 099.png"):
+        listed(Coloured(10), names)
+
+
+def test_the_released_reading_standardises_test_features_among_themselves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(100) % 2
+    x = torch.randn(100, 3, generator=generator) + 3 * y[:, None]
+    shifted = x + 50  # the released reading does not see the shift
+    for statistics, expected in (("train", 0.5), ("test", 0.98)):
+        found = classify(x, y, shifted, statistics=statistics)  # type: ignore[arg-type]
+        assert float((found == y).float().mean()) == pytest.approx(expected, abs=0.03)
+
+
+def test_test_classes_go_by_name_and_not_by_number() -> None:
+    train, test = Coloured(8), Coloured(8, seed=1)
+    train.classes, test.classes = ["a", "b", "c", "d"], ["b", "c", "d", "e"]  # type: ignore[attr-defined]
+    for part in (train, Some(train, range(4))):
+        _, test_y = paired_labels(part, test, "class")
+        assert test_y.tolist() == (test.labels["class"] + 1).tolist()
+    options = Options(protocols=("knn",))
+    (shifted,) = measure(Planted(), train, test, options)
+    test.classes = train.classes  # type: ignore[attr-defined]
+    (straight,) = measure(Planted(), train, test, options)  # the same numbers mean others
+    assert straight.result.value > shifted.result.value
+
+
+def test_as_many_labels_are_noted_as_there_were() -> None:
+    (found,) = suite(Planted(), Coloured(20), Coloured(40, seed=1), Options(("lowshot",), few=1000))
+    assert f"{np.bincount(Coloured(20).labels['class']).max()}/class" in str(found.setting)
+
+
+def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = Coloured(Planted().width)
+    assert suite(Planted(), Coloured(20), few, Options(protocols=("rankme",))) == []
+    assert "rankme: left out, " in capsys.readouterr().err
+    encoder = VisionTransformer(24, 6, 48, 1, 3)
+    for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
+        assert suite(encoder, Coloured(20), few, Options(protocols=("rankme",))) == []
+        assert capsys.readouterr().err.count("rankme: left out, ") == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "labels", "said"),
+    [
+        (Coloured(20, classes=1), Coloured(20), (), "all 20 training images are of one class"),
+        (NoiseImages(), NoiseImages(), (), "the images have no labels"),
+        (Coloured(20), Coloured(20), ("count",), "no such label; there is class"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(train: Any, test: Any, labels: Any, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*$"):
+        suite(open_encoder(RANDOM), train, test, Options(labels=labels))
+
+
+def test_the_twin_of_an_encoder_is_untrained_and_the_same_every_time() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2)
+    nn.init.constant_(encoder.norm.weight, 3.0)
+    before = cache.of_encoder(encoder)
+    torch.manual_seed(1)
+    one = untrained(encoder, 0)
+    torch.manual_seed(2)
+    assert cache.of_encoder(untrained(encoder, 0)) == cache.of_encoder(one)
+    assert cache.of_encoder(untrained(encoder, 1)) != cache.of_encoder(one)
+    assert (one.norm.weight == 1).all()
+    assert cache.of_encoder(encoder) == before
+
+
+def test_the_twin_of_an_encoder_of_mae_begins_as_mae_does() -> None:
+    """Its matrices are Xavier-uniform, some times as large as those of I-JEPA."""
+    encoder = build(configure("tiny_cpu_mae")).branch()
+    ours, twin = (
+        float(e.state_dict()["blocks.0.attn.qkv.weight"].std())
+        for e in (encoder, untrained(encoder, 0))
+    )
+    assert twin == pytest.approx(ours, rel=0.05)
+    assert twin > 0.05
+
+
+# ------------------------------------------------------------------------------ comparison
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "p"),
+    [(0, 0, 1.0), (3, 3, 1.0), (1, 9, 22 / 1024), (0, 5, 2 / 32), (10, 2, 158 / 4096)],
+)
+def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int, p: float) -> None:
+    assert mcnemar(only_a, only_b) == pytest.approx(p)
+    assert mcnemar(only_b, only_a) == pytest.approx(p)
+    assert mcnemar(25_000, 25_000) == pytest.approx(1.0)
+
+
+def test_the_interval_of_a_difference_is_that_of_pairs() -> None:
+    low, high = bootstrap(40, 60, 1000, 0)
+    spread = 1.96 * math.sqrt(0.1 - 0.02**2) / math.sqrt(1000)
+    assert (low, high) == pytest.approx((0.02 - spread, 0.02 + spread), abs=2e-3)
+    assert bootstrap(0, 0, 50, 0) == (0.0, 0.0)
+
+
+def test_an_encoder_that_knows_is_better_than_one_that_does_not_and_equal_to_itself() -> None:
+    class Blind(Planted):
+        def features(self, images: Tensor, layers: int = 1, pool: str = "mean") -> Tensor:
+            return torch.randn(len(images), 3 * layers, generator=torch.Generator().manual_seed(0))
+
+    train, test = Coloured(80), Coloured(60, seed=1)
+    options = Options(protocols=("knn", "lowshot"), few=5)
+    for found in compare(Blind(), Planted(), train, test, options):
+        assert found.difference > 0.5
+        assert found.interval[0] > 0.3
+        assert found.p < 1e-6
+    for found in compare(Planted(), Planted(), train, test, options):
+        assert (found.difference, found.interval, found.p) == (0.0, (0.0, 0.0), 1.0)
+    with pytest.raises(UserError, match="none of these protocols answers image by image"):
+        compare(Planted(), Planted(), train, test, Options(protocols=("rankme",)))
+
+
+# ------------------------------------------------------------------------------ fine-tuning
+
+
+def test_layers_decay_as_published_and_one_dimensional_weights_and_positions_do_not() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=3, heads=2)
+    model = Classifier(encoder, 5, 0.1)
+    found = groups(model, RECIPES["mae-base"])
+    known = {id(p): (g["scale"], g["weight_decay"]) for g in found for p in g["params"]}
+    assert len(known) == len(list(model.parameters()))
+    names = dict(model.named_parameters())
+    for name, scale, decay in [
+        ("encoder.patch_embed.proj.weight", 0.65**4, 0.05),
+        ("encoder.pos_embed", 0.65**4, 0.0),
+        ("encoder.blocks.0.attn.qkv.weight", 0.65**3, 0.05),
+        ("encoder.blocks.0.attn.qkv.bias", 0.65**3, 0.0),
+        ("encoder.blocks.2.mlp.fc2.weight", 0.65, 0.05),
+        ("fc_norm.weight", 1.0, 0.0),
+        ("head.weight", 1.0, 0.05),
+        ("head.bias", 1.0, 0.0),
+    ]:
+        assert known[id(names[name])] == pytest.approx((scale, decay)), name
+    assert not any("encoder.norm" in name for name in names)  # MAE deletes it
+    assert model.drop == pytest.approx([0.0, 0.05, 0.1])
+
+
+def test_published_rates_of_fine_tuning() -> None:
+    recipe = RECIPES["one-percent"]
+    assert [rate(recipe, step, 25) for step in (0, 25, 125, 1250)] == pytest.approx(
+        [0, 6e-6, 3e-5, 1e-6]
+    )
+    large = RECIPES["mae-large"]
+    assert (large.lr, large.layer_decay, large.drop_path) == (4e-3, 0.75, 0.2)
+    assert (large.mixup, large.cutmix, large.erase) == (0.8, 1.0, 0.25)
+    assert (recipe.mixup, recipe.cutmix, recipe.erase, recipe.drop_path) == (0, 0, 0, 0)
+
+
+def test_fine_tuning_learns_leaves_the_encoder_alone_and_is_the_same_again() -> None:
+    encoder = open_encoder(RANDOM)
+    assert isinstance(encoder, VisionTransformer)
+    before = cache.of_encoder(encoder)
+    recipe = Tuning(
+        epochs=6, batch_size=16, lr=2e-3, warmup_epochs=1, drop_path=0.1, layer_decay=1.0
+    )
+    train, test = Coloured(96, classes=2), Coloured(100, seed=1, classes=2)
+    stripes = np.zeros((2, 24, 30, 3), np.uint8) + 30
+    stripes[0, ::4], stripes[1, :, ::4] = 220, 220  # across or along: crops and colours leave it
+    for images in (train, test):
+        images.pixels[:] = stripes[images.labels["class"]]
+
+    def run(recipe: Tuning) -> list[Result]:
+        return finetune(
+            encoder,
+            train,
+            test,
+            "class",
+            recipe,
+            view=View(24, 24),
+            selections=("held-out", "paper"),
+        )
+
+    last, best = run(recipe)
+    assert last.value > 0.75
+    assert best.value >= last.value
+    assert (last.selection, best.selection) == ("none", "paper")
+    assert cache.of_encoder(encoder) == before
+    short = dataclasses.replace(recipe, epochs=1, mixup=0.8, cutmix=1.0, erase=0.25)
+    once = run(short)
+    torch.manual_seed(5)
+    assert run(short) == once
+
+
+def test_a_class_token_is_fine_tuned_with_the_rest_and_left_out_of_the_average() -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2, class_token=True)
+    model = Classifier(encoder, 3, 0.0)
+    nn.init.normal_(model.head.weight)
+    images = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    encoder.norm = nn.Identity()  # type: ignore[assignment]
+    expected = model.head(model.fc_norm(encoder(images).mean(dim=1)))
+    assert torch.allclose(model(images), expected, atol=1e-6)
+    model(images).square().sum().backward()
+    assert model.encoder.cls_token is not None
+    assert model.encoder.cls_token.grad is not None
+
+
+def test_in_half_precision_gradients_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head that begins at 2e-5 nothing would reach the encoder."""
+    encoder = open_encoder(RANDOM)
+    assert isinstance(encoder, VisionTransformer)
+    zeros = list[float]()
+    real = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, *args: Any) -> Any:
+        found = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        zeros.append(float(torch.cat([x.flatten() for x in found]).eq(0).float().mean()))
+        return real(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train = Coloured(64)
+    finetune(
+        encoder,
+        train,
+        train,
+        "class",
+        Tuning(epochs=1, batch_size=64),
+        view=View(24, 24),
+        precision=torch.float16,
+    )
+    assert zeros[0] < 0.1
+
+
+def test_a_dropped_block_is_made_up_for_by_the_others() -> None:
+    model = Classifier(VisionTransformer(24, 6, width=12, depth=2, heads=2), 3, 0.5)
+    x = torch.ones(4000, 1, 1)
+    kept = model._keep(x, 0.5, torch.Generator().manual_seed(0))
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.08)
+    assert torch.equal(model._keep(x, 0.5, None), x)
+
+
+def test_mixed_labels_have_the_share_of_the_mixed_pixels() -> None:
+    wanted = torch.eye(2)
+    images = torch.stack([torch.zeros(3, 16, 16), torch.ones(3, 16, 16)])
+    for recipe in (Tuning(mixup=0.8), Tuning(cutmix=1.0)):
+        for step in range(20):
+            mixed, labels = mix(images, wanted, recipe, numpy_generator("t", step))
+            assert labels.sum(dim=1).tolist() == pytest.approx([1, 1])
+            torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), labels[:, 1], rtol=0, atol=1e-6)
+    assert mix(images, wanted, Tuning(), numpy_generator("t")) == (images, wanted)
+
+
+def test_a_quarter_of_the_images_have_a_part_erased() -> None:
+    erased = erase(torch.zeros(400, 3, 16, 16), 0.25, numpy_generator("t"))
+    share = (erased != 0).float().mean(dim=(1, 2, 3))
+    assert int((share > 0).sum()) == pytest.approx(100, abs=25)
+    assert share.max() < 0.42
+
+
+def test_every_augmentation_keeps_the_shape_and_is_drawn_by_the_key() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (20, 26, 3), dtype=np.uint8)
+    for operation in ALL:
+        for strength in (0.0, 0.9, 1.0):
+            changed = operation(Image.fromarray(image), strength, numpy_generator("t"))
+            assert changed.size == (26, 20)
+            assert changed.mode == "RGB"
+    same = [np.array_equal(rand_augment(image, numpy_generator("r", i)), image) for i in range(200)]
+    assert sum(same) == pytest.approx(50, abs=25)  # two operations, each left out half of the time
+    assert np.array_equal(
+        rand_augment(image, numpy_generator("r", 3)), rand_augment(image, numpy_generator("r", 3))
+    )
+
+
+# ------------------------------------------------------------------------------ what people see
+
+RESULTS = [
+    Result("accuracy", "knn", "<b>count|", 0.5, (0.4, 0.6), 1000, "held-out", 0, 0.25),
+    Result("rankme", "rankme", "", 12.345, None, 1000, "none", 0),
+]
+
+
+def test_tables_are_aligned_escaped_and_complete(tmp_path: Path) -> None:
+    rows = table.rows(RESULTS)
+    lines = table.text(rows).splitlines()
+    assert lines[1].split() == [
+        "knn",
+        "<b>count|",
+        "25.0",
+        "50.0",
+        "40.0",
+        "to",
+        "60.0",
+        "1,000",
+        "train",
+    ]
+    assert lines[0].index("value") + 1 == lines[1].index("50.0")
+    page = table.write(tmp_path, RESULTS, "What <x> knows", {"encoder": "a&b"})
+    text = page.read_text()
+    assert "&lt;b&gt;count|" in text
+    assert "<b>count" not in text
+    assert "What &lt;x&gt; knows" in text
+    assert "a&amp;b" in text
+    assert "prefers-color-scheme: dark" in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<b>count\\|" in (tmp_path / "evaluation.md").read_text()
+    tree = json.loads((tmp_path / "evaluation.json").read_text())
+    assert tree["results"][0]["random_init"] == 0.25
+    shown = table.compared([Comparison("knn", "count", "none", 0.5, 0.6, (0.05, 0.15), 0.01, 100)])
+    assert "+10.0" in table.text(shown)
+
+
+def test_scenes_are_tested_on_the_next_seed() -> None:
+    train, test = open_pair("scenes:6:24:3", None, None, open_encoder(RANDOM))
+    assert (str(train), str(test)) == ("scenes:6:24:3", "scenes:6:24:4")
+    assert isinstance(train, Scenes)
+
+
+def test_a_run_is_evaluated_and_every_number_noted(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", "scenes:48:24", "--seed", "1", "--label", "count"]
+    assert main(["eval", "knn", str(run.path), *words]) == 0
+    assert main(["eval", "lowshot", str(run.path), *words, "--per-class", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "random" in out
+    assert max(map(len, out.splitlines())) <= 100
+    lines = run.results
+    assert [(line["protocol"], line["label"]) for line in lines] == [
+        ("knn", "count"), ("lowshot", "count"),
+    ]  # fmt: skip
+    assert lines[0]["test_data"] == "scenes:48:24:1 (48 images)"
+    assert lines[0]["seed"] == lines[0]["step"] == 1
+    assert "size" not in lines[0]
+    assert 0 <= lines[0]["random_init"] <= 1
+    tune = ["eval", "finetune", str(run.path), *words, "--epochs", "1", "--random-init"]
+    assert main(tune) == 0
+    assert "random_init" in run.results[-1]
+    assert run.results[-1]["setting"] == "8/class, 1 epochs"  # there are no 25
+    assert main(["eval", "compare", str(run.path), RANDOM, *words, "--layers", "last"]) == 0
+    assert "B - A" in capsys.readouterr().out
+
+
+def test_a_line_says_of_which_step_and_size_it_is(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    longer = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=2)
+    older = longer.path / "checkpoints" / run.checkpoint.name
+    out = ["--data", "scenes:48:24", "--label", "count", "--out", str(tmp_path / "run")]
+    for name in (longer.path, older, RANDOM):
+        assert main(["eval", "knn", str(name), "--size", "48", *out]) == 0
+    films = ["--videos", "scenes:1:32", "--video-size", "32"]
+    assert main(["eval", "tracking", str(longer.path), *films]) == 0
+    knn = [line for line in longer.results if line["protocol"] == "knn"]
+    assert [(line["step"], line["size"]) for line in knn] == [(2, 48), (1, 48), (None, 48)]
+    assert (longer.results[-1]["step"], longer.results[-1]["size"]) == (2, 32)
+
+
+def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--data",
+        "scenes:100:24",
+        "--label",
+        "count",
+        "--layers",
+        "last",
+        "--videos",
+        "scenes:1:32",
+    ]
+    assert main(["eval", "suite", str(run.path), *words]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+    assert out.splitlines()[-1] == str(run.path / "evaluation.html")
+    shown = [line["protocol"] + " " + line["name"] for line in run.results]
+    assert shown == [
+        "knn accuracy", "linear accuracy", "lowshot accuracy", "rankme rankme", "tracking J&F",
+        "tracking J", "tracking F",
+    ]  # fmt: skip
+    assert all("random_init" in line for line in run.results)
+    assert run.results[-1]["videos"] == "scenes:1:32"
+    page = (run.path / "evaluation.html").read_text()
+    for line in run.results[:-4]:
+        assert f"{100 * line['value']:.1f}" in page
+    assert "tracking J&amp;F" in page
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("eval", 2, "a command is missing; there are knn, linear"),
+        ("eval knn", 2, "ENCODER"),
+        ("eval knn random:vit_b16", 2, "expected random:ARCH@SIZE"),
+        ("eval knn random:vit_micro6@25", 2, "patch 6 does not divide"),
+        ("eval knn {random} --train x", 2, "--train and --test belong together"),
+        ("eval knn {random} --data x --test y", 2, "--data is both parts in one"),
+        ("eval knn {random} --data nowhere", 3, "no such folder"),
+        ("eval knn {random} --data scenes:9:24 --label size", 2, "--label size: no such label"),
+        ("eval knn {random} --data scenes:9:24 --size 25", 2, "not a multiple of the patch size"),
+        ("eval knn {random} --data scenes:9:24 --size 0", 2, "--size 0: expected 1 or more"),
+        ("eval tracking {random} --video-size 0", 2, "--video-size 0: expected 1 or more"),
+        ("eval linear {random} --views -1", 2, "--views -1: expected 0 or more"),
+        ("eval finetune {random} --data scenes:99:24 --epochs 0", 2, "epochs must be 1 or more"),
+        ("eval finetune {random} --data scenes:99:24 --batch-size 0", 2, "batch_size must be 1"),
+        ("eval finetune {random} --data scenes:99:24 --lr -1", 2, "lr must be 0 or more, got -1"),
+        ("eval knn nowhere.pth", 4, "no such file"),
+        ("eval linear {random} --recipe mine", 2, "invalid choice 'mine'"),
+        ("eval knn {random} --data scenes:9:24 --out {tmp}/file/x", 5, "cannot write here"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    line: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    assert main(line.format(random=RANDOM, tmp=tmp_path).split()) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_recipes_of_the_command_line_are_those_there_are() -> None:
+    assert {*get_args(cli_eval.RecipeName)} == {"auto", "own", *TASKS}
+    types = {field.name: field.type for field in dataclasses.fields(cli_eval.Finetune)}
+    assert {*get_args(types["recipe"])} == {*RECIPES}
+
+
+def test_help_of_evaluations_does_not_load_torch() -> None:
+    code = (
+        "import sys; from stopmim.cli import main\n"
+        "assert main(['eval', '--help']) == 0 and main(['eval', 'suite', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_probe_benchmark_says_who_got_how_near_to_the_optimum_in_what_time() -> None:
+    lines = bench_probe(n=60, d=8, classes=3, samples=80).splitlines()
+    ours, theirs, ratio, heads = map(json.loads, lines)
+    assert (ours["solver"], theirs["solver"]) == ("stopmim", "scikit-learn")
+    assert ours["gap"] <= 1e-6
+    assert theirs["gap"] <= 1e-6 or theirs["seconds"] > 4 * ours["seconds"]
+    assert ratio["time"] == pytest.approx(theirs["seconds"] / ours["seconds"], rel=0.5)
+    assert len(heads["accuracy"]) == 12
+
+
+def test_tracking_writes_pictures_of_the_encoder_and_heeds_its_options(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", "tracking", str(run.path), "--videos", "scenes:1:32", "--video-size", "32"]
+    assert main([*command, "--pictures", str(tmp_path / "a")]) == 0
+    usual = capsys.readouterr().out
+    assert main([*command, "--topk", "1", "--n-last-frames", "0"]) == 0
+    assert capsys.readouterr().out != usual
+    (video,) = (p for p in (tmp_path / "a").iterdir() if p.is_dir() and p.name != "sheets")
+    assert len(list(video.glob("*.png"))) == 20
+    assert (tmp_path / "a" / "sheets" / f"{video.name}.png").is_file()
+
+
+# ------------------------------------------------------------------------------ broken images
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["knn", RANDOM],
+        ["suite", RANDOM],
+        ["finetune", RANDOM, "--epochs", "1", "--per-class", "0"],
+        ["compare", RANDOM, "random:vit_micro8@24"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_broken_image_is_named_with_the_way_out_and_left_out_of_both_parts(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, fixes = write_parts(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    command = ["eval", *words, "--data", str(root), "--out", str(tmp_path / "o.jsonl")]
+    assert main(command) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "part0/003.png: not an image" in said
+    assert "leave it out with --skip FILE, see stopmim check --fix-list" in said
+    assert main(["check", str(root), "--preset", "tiny_cpu", "--fix-list", str(fixes)]) == 3
+    assert main([*command, "--skip", str(fixes)]) == 0
+    for line in (tmp_path / "o.jsonl").read_text().splitlines():
+        facts = json.loads(line)
+        assert facts["train_data"] == f"{root} (39 images)"
+        assert facts["test_data"] == f"{root} (15 images)"

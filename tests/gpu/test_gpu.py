@@ -1,0 +1,369 @@
+"""What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stopmim.data.loading import loader
+from stopmim.data.sources.scenes import Scenes
+from stopmim.evals.heads import grid, train_heads
+from stopmim.evals.recipes import OWN, TASKS, Recipe
+from stopmim.gpu.attention import attend
+from stopmim.gpu.cuda_graphs import Recorded
+from stopmim.gpu.devices import choose_precision
+from stopmim.method.build import configure
+from stopmim.method.model import Batch, build
+from stopmim.runs import checkpoint
+from stopmim.train.loop import draw_masks, draw_noise, find_cells, pretrain
+from stopmim.train.optimizer import Rates, adamw, rates
+from stopmim.train.step import Played, Undrawn, updater
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {
+    "arch": "vit_micro8",
+    "image_size": 64,
+    "predictor.width": 96,
+    "predictor.depth": 2,
+    "optim.batch_size": 128,
+    "optim.epochs": 2,
+    "optim.warmup_epochs": 0,
+    # 3x3 patches, always: one graph, which takes half a minute to compile
+    "masking.target_scale": (0.14, 0.14),
+    "masking.target_aspect": (1.0, 1.0),
+}
+# 3x4 and 3x3 patches: three of each in the first ten steps, and so both are recorded by then
+SEVERAL: dict[str, Any] = {
+    "masking.target_scale": (0.15, 0.2),
+    "masking.target_aspect": (0.75, 1.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "heads", "d", "first"),
+    [
+        (4, 52, 12, 64, 0),
+        (4, 85, 12, 32, 52),
+        (3, 116, 16, 24, 73),
+        (2, 73, 16, 80, 0),
+        (5, 18, 6, 64, 0),
+        (2, 128, 2, 64, 100),
+        (2, 13, 3, 16, 0),
+    ],
+)
+def test_short_attention_is_attention(batch: int, n: int, heads: int, d: int, first: int) -> None:
+    from stopmim.gpu.kernels import short_attention
+
+    shape = (batch, n, 3 * heads * d)
+    qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = qkv.double().unflatten(2, (3, heads, d)).permute(2, 0, 3, 1, 4)
+    expected = F.scaled_dot_product_attention(q[:, :, first:], k, v).transpose(1, 2).flatten(2)
+    grad = torch.randn_like(expected)
+    (expected_grad,) = torch.autograd.grad(expected, qkv, grad)
+    found = short_attention(qkv, heads, first)
+    (found_grad,) = torch.autograd.grad(found, qkv, grad.bfloat16())
+    # bfloat16 has 8 bits: 2 ** -8 of the largest value is what rounding alone may do.
+    for a, b in ((found, expected), (found_grad, expected_grad.double())):
+        assert (a.double() - b).abs().max() < 2**-7 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize(("n", "heads"), [(85, 1), (128, 2), (40, 1)])
+def test_wide_heads_are_left_to_torch_and_not_too_large_for_a_gpu(n: int, heads: int) -> None:
+    """Predictors of 384 channels with --predictor.heads 1 and 2."""
+    qkv = torch.randn((2, n, 3 * 384), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attend(qkv, heads).sum().backward()
+    assert qkv.grad is not None
+
+
+def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
+    from stopmim.gpu.kernels import gelu
+
+    x = torch.linspace(-8, 8, 65537, device="cuda").bfloat16().requires_grad_()
+    expected = F.gelu(x.double())
+    found = gelu(x)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    (found_slope,) = torch.autograd.grad(found.sum(), x)
+    # Half of the last bit is what rounding may do; far out, the tanh is off by more than it all.
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-5)
+
+
+@cache
+def twelve(compile_: str) -> list[float]:
+    return updates(compile_, 12)
+
+
+class Trained:
+    """A model that makes updates of masks and noise of a run, and of images that stay the same."""
+
+    def __init__(self, compile_: str, **more: Any) -> None:
+        fixed = SMALL if "masking" not in more else {k: SMALL[k] for k in SMALL if "mask" not in k}
+        self.config = configure("vit_b16_stop", fixed | {"runtime.compile": compile_} | more)
+        device = torch.device("cuda")
+        self.model = build(self.config).to(device).train()
+        self.optimizer = adamw(self.model, self.config.optim)
+        self.broken = torch.zeros((), device=device)
+        self.make = updater(
+            self.model, self.optimizer, self.config, device, n_parts=1, broken=self.broken
+        )
+        self.dtype = choose_precision(self.config.runtime.precision, device) or torch.float32
+        self.part = slice(0, self.config.optim.batch_size)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (self.part.stop, 3, 64, 64)
+        self.images = torch.randn(shape, generator=generator, device=device)
+
+    def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
+        return self.make(self.prepared(step), now or rates(self.config.optim, step, 100))
+
+    def prepared(self, step: int) -> Iterator[Undrawn]:
+        (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
+        cells = find_cells(self.config, step, masks.targets)
+        of_part = (self.model.predictor, masks, self.part, self.config, step, self.dtype)
+        yield Batch(self.images.clone(), *masks, cells), partial(draw_noise, *of_part)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all that an update changes, the target encoder aside."""
+        weights, slots = checkpoint.gathered(self.model, self.optimizer)
+        slots |= {k: v for k, v in weights.items() if not k.startswith("target_encoder")}
+        return {name: x.clone() for name, x in slots.items()}
+
+
+def updates(compile_: str, n: int, strict_from: int | None = None, **more: Any) -> list[float]:
+    """The losses of `n` updates; from `strict_from` on, waiting for the device is an error."""
+    trained = Trained(compile_, **more)
+    losses = []
+    try:
+        for step in range(n):
+            if step == strict_from:
+                torch.cuda.set_sync_debug_mode("error")
+            losses.append(trained.update(step)["loss"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [float(x) for x in losses]
+
+
+def test_compiled_and_plain_training_give_the_same_losses() -> None:
+    torch.testing.assert_close(twelve("on"), twelve("off"), rtol=5e-3, atol=0)
+
+
+def test_recorded_and_compiled_training_give_the_same_losses() -> None:
+    torch.testing.assert_close(twelve("auto"), twelve("on"), rtol=5e-3, atol=0)
+
+
+def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() -> None:
+    """The sizes take turns: one has been played back when the other is still made as usual."""
+    recorded, usual = updates("auto", 12, **SEVERAL), updates("on", 12, **SEVERAL)
+    torch.testing.assert_close(recorded, usual, rtol=5e-3, atol=0)
+    assert recorded[0] > 1.5 * recorded[-1]  # or standing still would look the same
+
+
+def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
+    """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
+    played, usual = Trained("auto"), Trained("auto")
+    assert isinstance(played.make, Played)
+    assert isinstance(usual.make, Played)
+    for step in range(6):
+        usual.make.recorded.made.clear()
+        a, b = played.update(step), usual.update(step)
+        assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
+    assert len(played.make.recorded.recordings) == 1
+    assert not usual.make.recorded.recordings
+    ours, theirs = played.state(), usual.state()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+
+
+def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
+    trained = Trained("auto")
+    for step in range(4):
+        trained.update(step)
+    name = "blocks.0.mlp.fc1.weight"
+    weight = trained.model.encoder.get_parameter(name)
+    follower = trained.model.branch().get_parameter(name)
+    before = weight.detach().clone(), follower.clone()
+    trained.update(4, Rates(lr=0.0, weight_decay=0.4, momentum=1.0))
+    assert torch.equal(weight, before[0])
+    assert torch.equal(follower, before[1])
+    trained.update(5, Rates(lr=1e-4, weight_decay=5e3, momentum=1.0))  # halves them
+    torch.testing.assert_close(weight, before[0] / 2, rtol=0, atol=1e-3)
+    assert torch.equal(follower, before[1])
+    trained.update(6, Rates(lr=0.0, weight_decay=0.4, momentum=0.0))
+    torch.testing.assert_close(follower, weight, rtol=0, atol=1e-6)
+    assert weight.abs().max() > 0.01  # or all of this would say little
+    assert isinstance(trained.make, Played)
+    assert trained.make.recorded.recordings
+
+
+@pytest.mark.parametrize("recipe", [OWN, TASKS["imagenet_lars"].recipe], ids=["sgd", "lars"])
+def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Recipe) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(600) % 5
+    x = torch.randn(600, 16, generator=generator) + torch.randn(5, 16, generator=generator)[y]
+    short = dataclasses.replace(recipe, epochs=3, batch_size=64)  # and a last batch of 16
+    heads = grid(short, [1, 2])
+    found = [
+        train_heads(
+            heads, short, [x[:400]], y[:400], x[400:], y[400:], width=8, device=device, tf32=False
+        )
+        for device in ("cuda", "cpu")
+    ]
+    right = [one.correct.double() / 200 for one in found]
+    assert (right[0] - right[1]).abs().max() < 0.03
+    assert right[1][-1].max() > 0.3  # of 0.2 by chance; LARS begins slowly
+
+
+def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
+    trained = Trained("auto")
+    for step in range(5):
+        trained.update(step)
+    before, images = trained.state(), trained.images
+    trained.images = images * math.nan
+    assert math.isnan(trained.update(5)["loss"])
+    trained.images = images
+    for step in (6, 7):
+        assert math.isfinite(trained.update(step)["loss"])
+    after = trained.state()
+    assert [k for k in before if not torch.equal(before[k], after[k])] == []
+    assert int(trained.broken) == 3  # counted from the first on
+
+
+def total(x: Tensor) -> dict[str, Tensor]:
+    """In 512 MiB."""
+    many = x[:1].repeat(2**26)
+    return {"sum": (many + many).sum()}
+
+
+def test_a_call_of_a_new_shape_has_the_memory_of_the_recordings() -> None:
+    recorded = Recorded(total, torch.device("cuda"))
+    half, quarter = torch.full((3,), 0.5).cuda(), torch.full((4,), 0.25).cuda()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    sums = [recorded(x)["sum"] for x in 4 * [half] + 4 * [quarter] + [half]]
+    assert len(recorded.recordings) == 2
+    assert torch.cuda.max_memory_reserved() - before < 1.2 * 2**29
+    assert [float(x) for x in sums] == 4 * [2.0**26] + 4 * [2.0**25] + [2.0**26]
+
+
+def test_updates_go_on_where_there_is_no_memory_for_recordings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stopmim.gpu.cuda_graphs.SPARE", 2.0)  # more than any GPU has
+    recorded = Recorded(total, torch.device("cuda"))
+    half = torch.full((3,), 0.5).cuda()
+    sums = [recorded(half)["sum"] for _ in range(5)]
+    assert not recorded.recordings
+    assert capsys.readouterr().err.count("no memory for CUDA graphs") == 1
+    assert [float(x) for x in sums] == 5 * [2.0**26]
+
+
+def test_what_is_made_beside_a_call_waits_until_its_inputs_are_copied() -> None:
+    """Inputs are made in memory that those before have just left: too early, and they are mixed."""
+    size = 2**24
+
+    def slow(x: Tensor) -> dict[str, Tensor]:
+        y = x
+        for _ in range(40):
+            y = y * 1.0
+        return {"least": y.min(), "most": y.max()}
+
+    recorded = Recorded(slow, torch.device("cuda"))
+    found, places = [], set()
+    for i in range(30):
+        with recorded.aside():
+            x = torch.full((size,), float(i), device="cuda")
+        places.add(x.data_ptr())
+        found.append(recorded(x))
+        del x
+    assert [(float(v["least"]), float(v["most"])) for v in found] == [(i, i) for i in range(30)]
+    assert len(places) == 1  # or nothing could have gone wrong
+
+
+def test_noise_drawn_in_bfloat16_is_that_of_float32_rounded() -> None:
+    predictor = Trained("off").model.predictor
+    context, targets = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (7, 9))
+    shapes = context.expand(3, 7), targets.expand(2, 3, 9)
+
+    def drawn(dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(5)
+        noise = predictor.draw(*shapes, generator, dtype).masked
+        assert noise is not None
+        return noise
+
+    assert drawn(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(drawn(torch.bfloat16), drawn(torch.float32).bfloat16())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "jitter": {"positions.kind": "jitter", "positions.sigma": 1.0},
+    "conditioned": {"positions.covariance": "conditioned"},
+    "untied": {"positions.covariance": "untied"},
+    "both": {"positions.tokens": "both"},
+    "lowres": {"positions": {"kind": "sincos"}, "lowres": "bilinear"},
+    "pixels": {"target": "pixels", "class_token": True, "masking": {"kind": "random"}},
+    "clipped": {"optim.clip_grad": 0.1, "optim.penalty_l1": 1e-4, "optim.penalty_l2": 1e-4},
+    "recomputed": {"runtime.recompute": "on"},
+    "fp32": {"runtime.precision": "fp32"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_compiled_and_recorded_as_what_it_is(name: str) -> None:
+    recorded, plain = (updates(how, 4, **VARIANTS[name]) for how in ("auto", "off"))
+    torch.testing.assert_close(recorded, plain, rtol=5e-3, atol=0)
+
+
+def test_nothing_waits_for_the_device_between_log_points() -> None:
+    assert len(updates("auto", 40, strict_from=20, **SEVERAL)) == 40
+
+
+def test_waiting_for_the_device_would_be_noticed() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.zeros((), device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: Path) -> None:
+    options = SMALL | {"runtime.log_every": 1, "runtime.save_every": 7}
+    whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)
+    pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", stop_at=3, **options)
+    cut = pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", **options)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
+    assert losses[0] == losses[1]  # bit for bit
+
+
+@pytest.mark.parametrize(("first", "then"), [("auto", "off"), ("off", "auto")])
+def test_a_checkpoint_of_recorded_updates_goes_on_without_and_the_other_way_round(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    begun, ended = (
+        SMALL | {"runtime.log_every": 1, "runtime.compile": kind} for kind in (first, then)
+    )
+    whole = pretrain("scenes:1024:64", tmp_path / "whole", "vit_b16_stop", **begun)
+    pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", stop_at=8, **begun)
+    cut = pretrain("scenes:1024:64", tmp_path / "cut", "vit_b16_stop", **ended)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
+    assert len(losses[0]) == 16
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
+
+
+def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> None:
+    config = configure("vit_b16_stop", SMALL | {"runtime.workers": 2})
+    images = Scenes(256, 64)
+    on_gpu, on_cpu = (
+        loader(images, config, 1, device=torch.device(name)) for name in ("cuda", "cpu")
+    )
+    for _ in range(2):
+        a, b = next(on_gpu), next(on_cpu)
+        assert a.images.is_cuda
+        assert (a.images.cpu() - b.images.float()).abs().mean() < 0.5
+        assert torch.equal(a.augmentation, b.augmentation)

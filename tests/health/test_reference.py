@@ -1,0 +1,120 @@
+"""A reference is set beside runs of its own kind and no other, at the same share of training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stopmim.config.schema import Config
+from stopmim.health.doctor import diagnose, examine
+from stopmim.health.reference import FILES, KEYS, LINES, reference, rounded, share, thinned, write
+from stopmim.insight.report import page as report
+from stopmim.method.build import configure
+from stopmim.runs.run import Run
+
+WRITTEN = sorted(FILES.glob("*.jsonl"))
+
+
+def half_done(path: Path) -> Run:
+    """A run directory of `tiny_cpu` with another number of epochs, at half of the way."""
+    config = configure("tiny_cpu", {"optim.epochs": 8})
+    ours = reference(config)
+    assert ours is not None
+    health = ours.at(0.5)
+    start = {key: value for key, value in ours.rows[0].items() if key != "share"}
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "epoch": 0.01, "loss": 0.4, "random_init": start},
+        {"step": 400, "epoch": 4.0, **{key: 2 * health[key] for key in KEYS}},
+    ]
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Run(path)
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
+def test_a_reference_is_a_healthy_run_in_a_hundred_lines(file: Path) -> None:
+    about, *rows = map(json.loads, file.read_text().splitlines())
+    assert len(rows) < LINES
+    ours = reference(configure(file.stem))
+    assert ours is not None
+    assert (ours.name, ours.rows) == (about["name"], rows)
+    shares = [row["share"] for row in rows]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    measured = [row | {"step": row["share"]} for row in rows if "skill" in row]
+    assert diagnose([{"random_init": measured[0]}, *measured[1:]]).verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"arch": "vit_ti6"}, {"image_size": 60}, {"positions.kind": "sincos"}],
+)
+def test_a_run_of_another_kind_has_no_reference(change: dict[str, Any]) -> None:
+    assert reference(configure("tiny_cpu")) is not None
+    assert reference(configure("tiny_cpu", {"optim.lr": 1e-3, "seed": 5})) is not None
+    assert reference(configure("tiny_cpu", change)) is None
+
+
+def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Path) -> None:
+    run = half_done(tmp_path / "run")
+    found = examine(run.path)
+    assert found.reference == "tiny_cpu on scenes"
+    for e in found.evidence:
+        assert e.reference is not None
+        assert e.value == pytest.approx(2 * e.reference)
+    assert "reference: tiny_cpu on scenes, at the same share" in str(found)
+    assert diagnose(run.metrics).reference is None
+    assert "reference" not in str(diagnose(run.metrics))
+
+
+def test_the_report_draws_the_reference_to_the_length_of_the_whole_run(tmp_path: Path) -> None:
+    page = report.write(half_done(tmp_path / "run")).read_text()
+    assert "reference: tiny_cpu on scenes" in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    (loss,) = (chart for chart in data["charts"] if chart["title"] == "Loss")
+    assert [line["run"] for line in loss["lines"]] == [0, -1]
+    assert loss["lines"][1]["step"][-1] == 800  # 8 epochs of 100 updates
+
+
+def test_a_reference_made_of_a_run_has_its_measurements_and_no_more_than_its_share_of_lines(
+    tmp_path: Path,
+) -> None:
+    config = configure("tiny_cpu", {"optim.epochs": 2})
+    lines: list[dict[str, Any]] = [{"step": 1, "epoch": 0.002, "random_init": {"skill": -3.0}}]
+    for step in range(2, 1001):
+        measured = {"skill": step / 1000} if step % 100 == 0 else {}
+        lines.append({"step": step, "epoch": step / 500, "loss": 1 / step, **measured})
+    tmp_path.joinpath("run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    tmp_path.joinpath("metrics.jsonl").write_text(text)
+    write(Run(tmp_path), tmp_path / "made.jsonl", "made")
+    about, *rows = map(json.loads, (tmp_path / "made.jsonl").read_text().splitlines())
+    assert about["name"] == "made"
+    assert len(rows) < LINES
+    assert [row["share"] for row in rows if "skill" in row] == [k / 10 for k in range(11)]
+
+
+def test_a_thinned_curve_keeps_its_end_and_its_measurements_but_never_too_many() -> None:
+    for measured in (0, 7, 60, 61, 500):
+        lines = [{"step": i} | ({"skill": 0.1} if i < measured else {}) for i in range(1000)]
+        kept = thinned(lines, LINES)
+        assert LINES / 2 < len(kept) <= LINES
+        assert kept[-1]["step"] == 999
+        steps = [row["step"] for row in kept]
+        assert steps == sorted(set(steps))
+        health = sum("skill" in row for row in kept)
+        assert health == measured if measured <= 60 else 30 <= health <= 60
+    assert thinned([], LINES) == []
+    short = [{"step": i, "loss": 1 / 3} for i in range(3)]
+    assert thinned(short, LINES) == short
+    assert rounded({"step": 123456, "loss": 1 / 3, "host": "x"}, ("step", "loss")) == {
+        "step": 123456,
+        "loss": 0.3333,
+    }
+
+
+def test_the_share_of_a_run_that_was_trained_on_is_all_of_it() -> None:
+    assert share(Config(), {"epoch": 10 * Config().optim.epochs}) == 1
+    assert share(Config(), {}) == 0

@@ -1,0 +1,219 @@
+"""The analyses: that the arrays are what they are said to be, and that every figure is drawn."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from stopmim import analysis
+from stopmim.base.errors import UserError
+from stopmim.cli import main
+from stopmim.config.schema import override
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import Some
+from stopmim.insight.analyse import What, analyse
+from stopmim.insight.figures import collapse, masks, norms, pca, prediction, smoothing, uncertainty
+from stopmim.insight.figures.pictures import Preview
+from stopmim.insight.figures.subject import Subject, indices, load, pixels, tokens
+from stopmim.method.build import configure
+from stopmim.runs.run import Run
+from stopmim.train.loop import pretrain
+from tiny import tiny
+
+IMAGES = "scenes:32:24"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return pretrain(IMAGES, tmp_path_factory.mktemp("runs") / "noisy", tiny(), stop_at=3)
+
+
+@pytest.fixture(scope="module")
+def certain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    config = tiny(positions={"kind": "sincos", "sigma": None})
+    return pretrain(IMAGES, tmp_path_factory.mktemp("runs") / "certain", config, stop_at=3)
+
+
+@pytest.fixture(scope="module")
+def subject(run: Run) -> Subject:
+    return load(run.path, None, 4)
+
+
+def looked_at(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def test_every_analysis_of_one_run_is_drawn(
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(analysis, "IMAGES", 3)
+    monkeypatch.setattr(analysis, "DPI", 80)
+    assert main(["analyse", "all", str(run.path), "--out", str(tmp_path / "figures")]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    assert [path.stem for path in paths] == list(get_args(What))
+    for path in paths:
+        picture = looked_at(path)
+        assert min(picture.shape[:2]) >= 200
+        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20, path  # not blank
+
+
+def test_two_runs_are_set_side_by_side(run: Run, certain: Run, tmp_path: Path) -> None:
+    (one,) = analyse("prediction", [run.path], tmp_path / "one")
+    (two,) = analyse("prediction", [run.path, certain.path], tmp_path / "two")
+    assert looked_at(two).shape[1] > looked_at(one).shape[1]
+
+
+def test_figures_go_into_the_run_unless_told_otherwise(run: Run, tmp_path: Path) -> None:
+    copy = Run(shutil.copytree(run.path, tmp_path / "copy"))
+    assert analyse("noise", [copy.path]) == [copy.path / "figures" / "noise.png"]
+    with pytest.raises(UserError, match="name a run"):
+        analyse("pca", [], tmp_path)
+    with pytest.raises(UserError, match="name a run directory, or a folder"):
+        analyse("smoothing", [])
+    assert analyse("smoothing", [], tmp_path / "x")[0].exists()
+
+
+def test_images_that_are_gone_are_one_line_and_others_can_be_given(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Run(shutil.copytree(run.path, tmp_path / "copy"))
+    about = run.about
+    about["data"]["source"] = str(tmp_path / "gone")
+    (copy.path / "run.json").write_text(json.dumps(about))
+    assert main(["analyse", "pca", str(copy.path)]) == 3
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["analyse", "pca", str(copy.path), "--data", IMAGES]) == 0
+
+
+# ------------------------------------------------------------------------------ the arrays
+
+
+def test_heat_is_the_softmax_of_the_cosine_with_every_target(subject: Subject) -> None:
+    found = prediction.predict(subject)
+    context, targets = indices(subject.views)
+    with torch.no_grad():
+        model = subject.model.eval()
+        predicted = model.predict(pixels(subject.views), context, targets)  # eval: no noise
+        target = tokens(model, pixels(subject.views))
+    image, block, k = 2, 1, 3
+    row = block * targets.shape[2] + k
+    want = torch.cosine_similarity(predicted[block, image, k], target[image], dim=-1)
+    np.testing.assert_allclose(found.cosine[image][row], want, atol=1e-5)
+    assert found.patches[image][row] == targets[block, image, k]
+    hot = torch.softmax(want / prediction.TEMPERATURE, dim=0)
+    np.testing.assert_allclose(prediction.heat(want.numpy()), hot / hot.max(), atol=1e-5)
+
+
+def test_a_feature_that_is_only_in_one_place_is_hottest_there() -> None:
+    cosine = np.zeros(36)
+    cosine[7] = 0.9
+    assert prediction.heat(cosine).argmax() == 7
+    assert prediction.heat(cosine)[7] == 1
+    assert prediction.heat(cosine)[8] < 1e-3
+
+
+def test_sigma_against_norms_has_the_last_norms_of_every_run(run: Run, certain: Run) -> None:
+    found = [norms.norms(one) for one in (run, certain)]
+    assert [one.sigma for one in found] == [0.25, 0.0]
+    last = run.metrics[-1]
+    assert found[0].curves[0].mean[-1] == pytest.approx(last["norm_A"])
+    assert found[0].curves[1].mean[-1] == pytest.approx(last["norm_mask_token"])
+    against, over = norms.figure(found), norms.figure(found[:1])
+    assert "sigma" in against.axes[0].get_xlabel()
+    assert over.axes[0].get_xlabel() == "step"
+
+
+def test_a_free_matrix_shrinks_and_a_tied_one_does_not() -> None:
+    tied, free = (collapse.toy(tied=tied, steps=400) for tied in (True, False))
+    assert tied.norm[-1] > 0.5
+    assert free.norm[-1] < 0.1
+    assert free.norm[0] == tied.norm[0] == 1
+
+
+def test_the_best_prediction_is_smoother_with_more_noise() -> None:
+    found = smoothing.smoothing()
+    rough = [np.abs(np.diff(line)).sum() for line in (found.clean, *found.best)]
+    assert rough == sorted(rough, reverse=True)
+    # A sine of angular frequency w shrinks by exp(-w^2 v / 2), away from edges.
+    x = np.linspace(0, 20, 2001)
+    best = smoothing.posterior_mean(np.array([10.0]), x, np.sin(3 * x), 0.05)
+    assert best[0] == pytest.approx(np.exp(-9 * 0.05 / 2) * np.sin(30), abs=1e-3)
+
+
+def test_components_do_not_show_what_all_images_have_in_common(subject: Subject) -> None:
+    same = subject._replace(views=[subject.views[0]] * 4)
+    found = pca.maps(subject)
+    assert found.colours.shape == (4, 6, 6, 3)
+    assert 0 < found.explained <= 1
+    assert found.colours.std() > 0.1
+    flat = pca.maps(same).colours  # four times one image: nothing is left but rounding
+    assert np.ptp(flat, axis=0).max() < 1e-6
+
+
+def test_the_preview_of_masks_counts_every_patch() -> None:
+    config = configure(tiny())
+    found = masks.coverage(config, steps=200)
+    seen = config.masking.context_length or round(0.28 * 36)
+    assert found.seen.sum() == pytest.approx(seen)
+    assert found.seen.min() > 0.1  # no corner is left out
+    assert found.hidden.min() > 0.05
+    released = override(config, {"masking.compat": "released", "image_size": 48})
+    assert masks.coverage(released, steps=20).hidden[-1].max() == 0  # as the released sampler does
+
+
+def test_uncertainty_is_zero_without_noise_and_grows_with_it(
+    subject: Subject, certain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = uncertainty.uncertainty(subject, masks=6, draws=4)
+    calm = uncertainty.uncertainty(load(certain.path, None, 4), masks=6, draws=4)
+    known = noisy.times > 0
+    assert known.mean() > 0.8
+    assert np.nanmax(calm.spread) < 1e-10
+    assert np.nanmean(noisy.spread) > 1e-6
+    assert np.isnan(noisy.error[~known]).all()
+    monkeypatch.setattr(subject.model.predictor.positions, "sigma", 16 * 0.25)
+    loud = uncertainty.uncertainty(subject, masks=6, draws=4)
+    assert np.nanmean(loud.spread) > 4 * np.nanmean(noisy.spread)
+
+
+def test_the_error_of_a_perfect_prediction_would_be_zero(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tokens(subject.model, pixels(subject.views))
+    rows = torch.arange(len(found))[:, None]
+
+    def truth(_seen: Tensor, _context: Tensor, targets: Tensor, _noise: object) -> Tensor:
+        return torch.stack([found[rows, block] for block in targets])
+
+    monkeypatch.setattr(subject.model.predictor, "forward", truth)
+    assert np.nanmax(uncertainty.uncertainty(subject, masks=3, draws=2).error) < 1e-10
+
+
+def test_views_are_those_of_training(subject: Subject, run: Run) -> None:
+    view: Preview = subject.views[0]
+    assert view.image.shape == (24, 24, 3)
+    assert not set(view.context.tolist()) & set(view.targets.ravel().tolist())
+    again = load(run.path, Scenes(32, size=24), 4)
+    np.testing.assert_array_equal(again.views[1].image, subject.views[1].image)
+
+
+def test_images_that_the_run_left_out_are_not_shown(tmp_path: Path) -> None:
+    images = Scenes(32, size=24)
+    skip = tmp_path / "skip.jsonl"
+    skip.write_text("".join(json.dumps({"name": images.name(i)}) + "\n" for i in range(16)))
+    run = pretrain(IMAGES, tmp_path / "run", tiny(data={"skip": str(skip)}), stop_at=1)
+    kept = load(run.path, Some(images, range(16, 32)), 4)
+    for ours, theirs in zip(load(run.path, None, 4).views, kept.views, strict=True):
+        np.testing.assert_array_equal(ours.image, theirs.image)

@@ -1,0 +1,148 @@
+"""A checkpoint is whole and what was saved, or it is refused: never something in between."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stopmim import Run, load_encoder, load_model, pretrain
+from stopmim.base.errors import CheckpointError
+from stopmim.method.model import build
+from stopmim.runs import checkpoint
+from stopmim.train.optimizer import adamw
+from tiny import NoiseImages, tiny
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return pretrain(NoiseImages(), tmp_path_factory.mktemp("run"), tiny(), stop_at=4)
+
+
+@pytest.fixture
+def copy(run: Run, tmp_path: Path) -> Run:
+    shutil.copytree(run.path, tmp_path / "copy")
+    return Run(tmp_path / "copy")
+
+
+def test_a_checkpoint_holds_three_files_and_their_sums(run: Run) -> None:
+    files = {path.name for path in run.checkpoint.iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    manifest = json.loads((run.checkpoint / "manifest.json").read_text())
+    assert manifest["files"].keys() == files - {"manifest.json"}
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in run.checkpoint.iterdir())
+
+
+def test_released_names_and_shapes_are_in_the_file(run: Run) -> None:
+    weights = load_file(run.checkpoint / "model.safetensors")
+    assert weights["predictor.predictor_pos_embed"].shape == (1, 36, 24)
+    assert weights["predictor.mask_token"].shape == (1, 1, 24)
+    assert weights["target_encoder.pos_embed"].shape == (1, 36, 96)
+
+
+def test_no_damage_goes_unnoticed(copy: Run) -> None:
+    """A flipped bit, a cut, an empty or a missing file: refused, and the one before is used."""
+    rng = random.Random(0)
+    newest = copy.checkpoint
+    before = sorted((copy.path / "checkpoints").iterdir())[0]
+    originals = {path: path.read_bytes() for path in newest.iterdir()}
+    for i in range(120):
+        path = rng.choice([*originals])
+        data = bytearray(originals[path])
+        match i % 4:
+            case 0 | 1:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                path.write_bytes(data)
+            case 2:
+                path.write_bytes(data[: rng.randrange(len(data))])
+            case _:
+                path.unlink()
+        found, damaged = checkpoint.latest(copy.path)
+        if found == newest:  # a bit of the manifest that says nothing about the files
+            assert path.name == "manifest.json"
+            assert i % 4 in (0, 1)
+        else:
+            assert found == before
+            assert len(damaged) == 1
+        path.write_bytes(originals[path])
+    assert copy.checkpoint == newest
+
+
+def test_latest_is_by_step_and_not_by_date(copy: Run) -> None:
+    import os
+
+    first, second = sorted((copy.path / "checkpoints").iterdir())
+    os.utime(first, (2e9, 2e9))
+    assert copy.checkpoint == second
+    assert Run(str(copy.path)) == copy
+    assert Run(str(copy.path)).checkpoint == second
+
+
+def test_damaged_checkpoints_of_later_steps_do_not_take_the_place_of_good_ones(copy: Run) -> None:
+    """A run that passed over them saves, and again: what it saved is there."""
+    folder = copy.path / "checkpoints"
+    good, _ = sorted(folder.iterdir())
+    for step in (20, 30):
+        broken = shutil.copytree(good, folder / f"step-{step:08d}")
+        (broken / "state.json").write_text("{}")
+    model = build(copy.config)
+    optimizer = adamw(model, copy.config.optim)
+    for step in (11, 12):
+        saved = checkpoint.save(copy.path, model, optimizer, step=step, about={}, keep=2)
+        assert checkpoint.latest(copy.path)[0] == saved
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"step-{step:08d}" for step in (11, 12, 20, 30)]
+
+
+def test_a_checkpoint_of_a_later_format_asks_for_an_upgrade(copy: Run) -> None:
+    manifest = json.loads((copy.checkpoint / "manifest.json").read_text())
+    (copy.checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99, made by stopmim .*: upgrade stopmim"):
+        load_model(copy.checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_shapes(run: Run) -> None:
+    from stopmim.method.build import configure
+
+    other = build(configure(tiny(predictor={"width": 48})))
+    with pytest.raises(
+        CheckpointError, match=r"mask_token is \(1, 1, 24\), the model has"
+    ) as caught:
+        checkpoint.load(run.checkpoint, other)
+    assert caught.value.exit_code == 4
+    untied = build(configure(tiny(positions={"covariance": "untied"})))
+    with pytest.raises(CheckpointError, match=r"missing predictor.noise_embed.weight \(24, 96\)"):
+        checkpoint.load(run.checkpoint, untied)
+
+
+def test_what_is_loaded_is_what_was_trained(run: Run) -> None:
+    weights = load_file(run.checkpoint / "model.safetensors")
+    model = load_model(run.path)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, weights[name]), name
+    assert not model.training
+    images = torch.randn(2, 3, 24, 24)
+    for branch, encoder in (("target", model.branch()), ("context", model.encoder)):
+        loaded = load_encoder(run.path, branch)  # type: ignore[arg-type]
+        torch.testing.assert_close(loaded(images), encoder(images))
+    assert not torch.equal(load_encoder(run.path, "context")(images), run.encoder()(images))
+
+
+def test_extra_weights_in_a_file_are_refused(copy: Run) -> None:
+    path = copy.checkpoint
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"extra": torch.zeros(1)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected extra \(1,\)"):
+        checkpoint.load(path, build(copy.config))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "folder", "file"])
+def test_a_path_without_a_checkpoint_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"\x80\x04garbage")
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(tmp_path / name)
+    assert len(str(caught.value).splitlines()) == 1

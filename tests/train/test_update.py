@@ -1,0 +1,164 @@
+"""The update that gets recorded on a GPU is that of `train_step`; here it is called as it is.
+
+What only a GPU can show, that a recording does the same, is in test_gpu.py.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_mim import draw, small, small_batch
+from torch import Tensor
+
+from stopmim.config.schema import OptimConfig
+from stopmim.gpu.devices import compiles_itself
+from stopmim.method.build import configure
+from stopmim.method.model import MaskedImageModel
+from stopmim.train.optimizer import Rates, adamw, rates, set_rates, step_at
+from stopmim.train.step import Part, Undrawn, recordable_step, train_step, updater
+
+# A decay and a rate so high that forgetting one, or mixing them up, cannot be missed.
+OPTIM = OptimConfig(epochs=20, lr=2e-2, start_lr=1e-3, warmup_epochs=5, weight_decay=(0.5, 4.0))
+
+
+def tensors(now: Rates[float]) -> Rates[Tensor]:
+    return Rates(*(torch.tensor(x, dtype=torch.float64) for x in now))
+
+
+def parts(model: MaskedImageModel) -> Iterator[Part]:
+    """The same images and masks with ever new noise."""
+    seed = 0
+    while True:
+        batch = small_batch()
+        yield batch, draw(model, batch, seed)
+        seed += 1
+
+
+def everything(model: MaskedImageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    slots = {
+        f"{i}/{j}/{slot}": value
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        for slot, value in optimizer.state[p].items()
+    }
+    return {name: x.clone() for name, x in (model.state_dict() | slots).items()}
+
+
+@pytest.mark.parametrize("penalty", [(0.0, 0.0), (0.01, 0.02)])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_what_gets_recorded_is_what_train_step_does(
+    clip: float | None, penalty: tuple[float, float]
+) -> None:
+    usual = small()
+    ours = copy.deepcopy(usual)
+    optimizers = adamw(usual, OPTIM), adamw(ours, OPTIM)
+    broken, data = torch.zeros(()), parts(usual)
+    for step in range(6):
+        part, now = next(data), rates(OPTIM, step, 1)
+        set_rates(optimizers[0], now)
+        options = {"clip": clip, "penalty": penalty}
+        want = train_step(usual, iter([part]), optimizers[0], momentum=now.momentum, **options)  # type: ignore[arg-type]
+        found = recordable_step(
+            ours, part, optimizers[1], tensors(now), broken=broken, clip=clip, penalty=penalty
+        )
+        assert list(found) == list(want)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+    assert not broken
+    wanted = everything(usual, optimizers[0])
+    torch.testing.assert_close(everything(ours, optimizers[1]), wanted, rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_decay_by_hand_is_that_of_adamw_in_all_four_groups() -> None:
+    usual = small()
+    before = {name: p.clone() for name, p in usual.named_parameters()}
+    ours = copy.deepcopy(usual)
+    optimizers = adamw(usual, OPTIM), adamw(ours, OPTIM)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        now = rates(OPTIM, step, 1)
+        for p, q in zip(usual.parameters(), ours.parameters(), strict=True):
+            if p.requires_grad:
+                p.grad = torch.randn(p.shape, generator=generator)
+                q.grad = p.grad.clone()
+        set_rates(optimizers[0], now)
+        optimizers[0].step()
+        step_at(optimizers[1], tensors(now), torch.zeros(()))
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p, usual.get_parameter(name), rtol=1e-6, atol=1e-6)
+    matrix, bias = "encoder.blocks.0.mlp.fc1.weight", "encoder.blocks.0.mlp.fc1.bias"
+    assert usual.get_parameter(matrix).norm() < 0.9 * before[matrix].norm()  # it did decay
+    assert not torch.equal(usual.get_parameter(bias), before[bias])
+
+
+def test_a_parameter_without_gradient_does_not_decay() -> None:
+    model = small()
+    optimizer = adamw(model, OPTIM)
+    unused, used = model.predictor.positions.mask_token, model.predictor.predictor_proj.weight
+    used.grad = torch.zeros_like(used)
+    before = unused.clone(), used.clone()
+    step_at(optimizer, tensors(Rates(0.1, 1.0, 0.0)), torch.zeros(()))
+    assert torch.equal(unused, before[0])
+    torch.testing.assert_close(used, 0.9 * before[1])
+
+
+@pytest.mark.parametrize("momentum", [0.25, 0.996, 0.99999, 1.0])
+def test_a_momentum_on_the_device_moves_the_target_as_a_number_does(momentum: float) -> None:
+    usual = small()
+    ours = copy.deepcopy(usual)
+    before = [p.clone() for p in usual.branch().parameters()]
+    usual.update_target(momentum)
+    ours.update_target(torch.tensor(momentum, dtype=torch.float64))
+    for old, p, q in zip(
+        before, usual.branch().parameters(), ours.branch().parameters(), strict=True
+    ):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+        assert momentum < 1 or torch.equal(q, old)
+
+
+def test_once_broken_nothing_changes_but_the_target_encoder() -> None:
+    model = small()
+    optimizer, broken, data = adamw(model, OPTIM), torch.zeros(()), parts(model)
+    now = tensors(rates(OPTIM, 3, 1))
+    recordable_step(model, next(data), optimizer, now, broken=broken)
+    before = everything(model, optimizer)
+    batch, noise = next(data)
+    bad = batch._replace(images=batch.images * torch.nan), noise
+    for part in (bad, (batch, noise), next(data)):
+        recordable_step(model, part, optimizer, now, broken=broken)
+    assert int(broken) == 3
+    after = everything(model, optimizer)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[0] for name in changed} == {"target_encoder"}
+
+
+def test_updates_are_recorded_on_a_gpu_if_that_is_left_to_us_and_never_on_a_cpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    own, on, off = (
+        configure("vit_b16_stop", {"runtime.compile": wanted}) for wanted in ("auto", "on", "off")
+    )
+    released = configure("vit_b16_stop", {"masking.compat": "released"})
+    assert [compiles_itself(c, gpu) for c in (own, on, off, released)] == [True, *[False] * 3]
+    assert not compiles_itself(own, cpu)
+
+
+def test_the_updater_of_a_cpu_takes_rates_and_parts() -> None:
+    """Every update has its own rates, and the settings of the config reach it."""
+    config = configure("tiny_cpu", {"optim.clip_grad": 0.1, "optim.penalty_l2": 0.1})
+    model = small()
+    optimizer, broken = adamw(model, OPTIM), torch.zeros(())
+    make = updater(model, optimizer, config, torch.device("cpu"), n_parts=1, broken=broken)
+    before = everything(model, optimizer)
+    batch, noise = next(parts(model))
+    undrawn: list[Undrawn] = [(batch, lambda: noise)]
+    found = make(iter(undrawn), Rates(0.0, 0.5, 1.0))
+    assert float(found["penalty"]) > 0
+    after = everything(model, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-3, atol=0)
+    make(iter(undrawn), Rates(0.1, 0.5, 0.5))
+    later = everything(model, optimizer)
+    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], later[name])}
+    assert changed == {"encoder", "predictor", "target_encoder"}
