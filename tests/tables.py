@@ -22,8 +22,7 @@ from stopmim.bench.growth import draw_growth
 from stopmim.bench.step import BATCH
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, Section
-from stopmim.method.build import configure
-from stopmim.method.model import build
+from stopmim.method.build import build, configure
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -9,8 +9,7 @@ import torch
 from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
 from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks, written
-from stopmim.method.build import configure
-from stopmim.train.loop import draw_masks
+from stopmim.method.build import configure, draw_masks
 
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
 

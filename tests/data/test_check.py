@@ -11,11 +11,11 @@ from test_decode import encoded, picture
 
 from stopmim import Run, pretrain
 from stopmim.base.errors import DataError
+from stopmim.base.files import append_jsonl, read_jsonl
 from stopmim.cli import main
 from stopmim.data.check import check
 from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
 from stopmim.data.sources.open import open_images
-from stopmim.runs.run import append_jsonl, read_jsonl
 from tiny import NoiseImages, assert_same_run, tiny, write_folder, write_parts
 
 

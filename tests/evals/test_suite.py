@@ -52,9 +52,8 @@ from stopmim.evals.recipes import TASKS
 from stopmim.evals.results import Result
 from stopmim.evals.suite import Options, measure, measure_videos, suite
 from stopmim.evals.views import TrainView, View
-from stopmim.method.build import configure
+from stopmim.method.build import build, configure
 from stopmim.method.encoder import VisionTransformer
-from stopmim.method.model import build
 from tiny import NoiseImages, tiny, write_parts
 
 RANDOM = "random:vit_micro6@24"

@@ -19,10 +19,10 @@ from stopmim.evals.recipes import OWN, TASKS, Recipe
 from stopmim.gpu.attention import attend
 from stopmim.gpu.cuda_graphs import Recorded
 from stopmim.gpu.devices import choose_precision
-from stopmim.method.build import configure
-from stopmim.method.model import Batch, build
+from stopmim.method.build import build, configure, draw_masks, find_cells
+from stopmim.method.model import Batch
 from stopmim.runs import checkpoint
-from stopmim.train.loop import draw_masks, draw_noise, find_cells, pretrain
+from stopmim.train.loop import draw_noise, pretrain
 from stopmim.train.optimizer import Rates, adamw, rates
 from stopmim.train.step import Played, Undrawn, updater
 

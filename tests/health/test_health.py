@@ -18,8 +18,8 @@ from stopmim.evals.features import rankme
 from stopmim.health import measure as health
 from stopmim.health.doctor import EXIT_CODES, RULES, Watch, diagnose, examine
 from stopmim.health.measure import Health, effective_rank, label_agreement, neighbour_score, probe
-from stopmim.method.build import configure
-from stopmim.method.model import MaskedImageModel, build
+from stopmim.method.build import build, configure
+from stopmim.method.model import MaskedImageModel
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 from stopmim.weights.export import export

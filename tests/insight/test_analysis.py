@@ -19,8 +19,8 @@ from stopmim.data.order import shares
 from stopmim.insight.figures import curves, pictures
 from stopmim.insight.figures import similarity as similarity_module
 from stopmim.insight.figures.similarity import Similarity, similarity, spread_queries
+from stopmim.method.build import draw_masks
 from stopmim.method.positions import Positions, StochasticPositions
-from stopmim.train.loop import draw_masks
 
 SIDE, WIDTH = 8, 48
 

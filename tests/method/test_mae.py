@@ -16,11 +16,11 @@ from stopmim.health.doctor import diagnose, examine
 from stopmim.insight.figures.prediction import predict
 from stopmim.insight.figures.subject import features, load, pixels, tokens
 from stopmim.insight.report.page import _summary
-from stopmim.method.build import configure
-from stopmim.method.model import Batch, MaskedImageModel, build, patchify
+from stopmim.method.build import build, configure, draw_masks
+from stopmim.method.model import Batch, MaskedImageModel, patchify
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
-from stopmim.train.loop import draw_masks, draw_noise, set_sigma
+from stopmim.train.loop import draw_noise, set_sigma
 from stopmim.train.optimizer import adamw
 from stopmim.train.step import compare_pixels, train_step
 from stopmim.weights.export import export

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from helpers import golden, golden_about, seeded, under
 from stopmim.config.schema import Config, OptimConfig, PositionsConfig, PredictorConfig, resolve
+from stopmim.method.build import build
 from stopmim.method.encoder import VisionTransformer
-from stopmim.method.model import Batch, MaskedImageModel, build
+from stopmim.method.model import Batch, MaskedImageModel
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.method.predictor import Noise, Predictor
 from stopmim.train.optimizer import adamw, rates, set_rates

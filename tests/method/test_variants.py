@@ -18,10 +18,10 @@ from stopmim.health.measure import Health, noise_to_signal, probe
 from stopmim.insight.figures.similarity import of_model, seen
 from stopmim.insight.figures.subject import load
 from stopmim.method import masks as masking
-from stopmim.method.build import configure
+from stopmim.method.build import build, configure, draw_masks, find_cells
 from stopmim.method.encoder import VisionTransformer
 from stopmim.method.masks import Block
-from stopmim.method.model import Batch, MaskedImageModel, build
+from stopmim.method.model import Batch, MaskedImageModel
 from stopmim.method.positions import (
     JitteredPositions,
     Positions,
@@ -30,7 +30,7 @@ from stopmim.method.positions import (
     sincos_2d,
 )
 from stopmim.method.predictor import Noise, Predictor
-from stopmim.train.loop import draw_masks, draw_noise, find_cells
+from stopmim.train.loop import draw_noise
 from stopmim.train.optimizer import adamw
 from stopmim.train.step import compare, train_step
 from tiny import NoiseImages, assert_same_run, tiny

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from stopmim import Run, load_encoder, load_model, pretrain
 from stopmim.base.errors import CheckpointError
-from stopmim.method.model import build
+from stopmim.method.build import build
 from stopmim.runs import checkpoint
 from stopmim.train.optimizer import adamw
 from tiny import NoiseImages, tiny

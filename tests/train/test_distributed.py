@@ -23,12 +23,11 @@ from stopmim.cli import main
 from stopmim.config.schema import Config, override
 from stopmim.data.loading import loader
 from stopmim.data.order import Order, shares
-from stopmim.method.build import configure
-from stopmim.method.model import build
+from stopmim.method.build import build, configure, draw_masks
 from stopmim.train import loop as train
 from stopmim.train import step as update
 from stopmim.train.distributed import joined
-from stopmim.train.loop import draw_masks, draw_noise
+from stopmim.train.loop import draw_noise
 from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 LONG = {"epochs": 4}  # 20 updates

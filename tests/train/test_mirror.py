@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from stopmim.base.errors import UserError
+from stopmim.base.files import append_jsonl
 from stopmim.config.schema import Config
-from stopmim.runs.run import Run, append_jsonl
+from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 from stopmim.train.mirror import Kind, mirror
 from tiny import NoiseImages, tiny

@@ -30,19 +30,20 @@ from stopmim.base.errors import (
     StorageError,
     UserError,
 )
+from stopmim.base.files import read_jsonl
 from stopmim.config.schema import Config
 from stopmim.data.loading import loader
 from stopmim.data.order import shares
 from stopmim.data.sources.open import open_images
 from stopmim.gpu.devices import choose_precision
-from stopmim.method.build import configure
-from stopmim.method.model import MaskedImageModel, build
+from stopmim.method.build import build, configure, draw_masks
+from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
-from stopmim.runs.run import claimed, git_state, read_jsonl
+from stopmim.runs.run import claimed, git_state
 from stopmim.train import loop as train
 from stopmim.train import step as update
 from stopmim.train.distributed import World
-from stopmim.train.loop import draw_masks, draw_noise
+from stopmim.train.loop import draw_noise
 from stopmim.weights.inspect import identify
 from tiny import NoiseImages, assert_same_run, curve, tiny, tiny_mae, weights, write_folder
 

@@ -20,8 +20,9 @@ from helpers import GOLDEN, seeded
 from stopmim.base.errors import CheckpointError, StorageError, UserError
 from stopmim.cli import main
 from stopmim.config.schema import resolve
+from stopmim.method.build import build
 from stopmim.method.encoder import VisionTransformer
-from stopmim.method.model import MaskedImageModel, build
+from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
 from stopmim.weights.export import export

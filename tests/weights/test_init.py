@@ -13,9 +13,8 @@ from helpers import seeded
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.cli import main
 from stopmim.evals.feature_files import write_features
-from stopmim.method.build import configure
+from stopmim.method.build import build, configure
 from stopmim.method.encoder import VisionTransformer
-from stopmim.method.model import build
 from stopmim.weights.load import start
 from tiny import NoiseImages, assert_same_run, tiny, write_folder
 

@@ -16,10 +16,10 @@ import torch
 from stopmim.ablations.trial import PATIENCE, Trial
 from stopmim.base.console import Ticker, say
 from stopmim.base.errors import InterruptedRunError, UserError
+from stopmim.base.files import write_whole
+from stopmim.base.signals import signals
 from stopmim.config.schema import Config, override
 from stopmim.data.workers import cores
-from stopmim.gpu.devices import signals
-from stopmim.runs.run import write_whole
 
 POLL = 0.2  # seconds between two looks at the processes
 

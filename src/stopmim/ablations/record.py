@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stopmim.base.errors import UserError
+from stopmim.base.files import write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
-from stopmim.runs.run import Run, write_whole
+from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
     from stopmim.ablations.jobs import Entry

@@ -17,11 +17,12 @@ from markupsafe import Markup
 from stopmim.ablations.lines import Line, lines, metrics, untrained
 from stopmim.ablations.paper import printed
 from stopmim.base.console import duration
+from stopmim.base.files import write_whole
 from stopmim.evals.statistics import Estimate, over_seeds
 from stopmim.evals.table import text
 from stopmim.insight.analyse import DPI
 from stopmim.insight.figures import collapse, pictures, sweep
-from stopmim.runs.run import Run, write_whole
+from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

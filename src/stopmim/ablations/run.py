@@ -21,6 +21,7 @@ from stopmim.ablations.table import Table
 from stopmim.ablations.trial import Answer, Question, Trial, identity, questions
 from stopmim.base.console import duration
 from stopmim.base.errors import UserError
+from stopmim.base.files import read_jsonl
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.loading import default_workers, steps_per_epoch
@@ -29,7 +30,7 @@ from stopmim.data.sources.open import keep_outside, open_images, parse_scenes
 from stopmim.health.doctor import diagnose
 from stopmim.insight.figures.curves import training_seconds
 from stopmim.method.build import configure
-from stopmim.runs.run import Run, claimed, read_jsonl
+from stopmim.runs.run import Run, claimed
 
 SCENES = 4096  # to pretrain on, if nothing is given
 NO_SEED = -1  # of an encoder that others trained

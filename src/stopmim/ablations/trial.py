@@ -20,6 +20,7 @@ from typing import Any
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, RunInUseError, UserError
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import append_jsonl, write_whole
 from stopmim.config.schema import Config
 from stopmim.data.check import look_at
 from stopmim.data.images import Images
@@ -31,7 +32,7 @@ from stopmim.data.videos import Davis, Video, open_videos
 from stopmim.evals import cache, command
 from stopmim.evals.inputs import choose_labels, open_at
 from stopmim.evals.recipes import TASKS
-from stopmim.runs.run import Run, append_jsonl, write_whole
+from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 
 FIT, TEST = 2048, 4096  # scenes that classifiers are fitted to and tested on, if nothing is given

@@ -32,10 +32,10 @@ from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method import masks as masking
-from stopmim.method.build import configure, size_options
-from stopmim.method.model import Batch, build
+from stopmim.method.build import build, configure, draw_masks, size_options
+from stopmim.method.model import Batch
 from stopmim.method.predictor import Noise
-from stopmim.train.loop import draw_masks, draw_noise
+from stopmim.train.loop import draw_noise
 from stopmim.train.optimizer import adamw, rates
 from stopmim.train.step import Undrawn, comparison, updater
 

@@ -15,9 +15,8 @@ from stopmim.evals.protocols.knn import knn_accuracy
 from stopmim.evals.protocols.linear import linear_probe
 from stopmim.evals.results import Result, wilson_interval
 from stopmim.insight.report import page as report
-from stopmim.method.build import configure
+from stopmim.method.build import build, configure
 from stopmim.method.encoder import Encoder
-from stopmim.method.model import build
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain

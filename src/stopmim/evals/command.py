@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stopmim.base.errors import StorageError, UserError
+from stopmim.base.files import append_jsonl
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Some, source
@@ -30,7 +31,6 @@ from stopmim.evals.results import Result
 from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer
-from stopmim.runs.run import append_jsonl
 
 LAYERS = {"last": (1,), "last4": (4,), "both": (1, 4)}
 SELECTIONS: dict[str, tuple[Selection, ...]] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from stopmim.base.files import write_whole
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
-from stopmim.runs.run import write_whole
 
 HERE = Path(__file__).parent
 COLUMNS = ("protocol", "of", "random", "value", "95 % interval", "n", "chosen", "setting")

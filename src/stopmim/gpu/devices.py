@@ -1,17 +1,12 @@
 """What a run is carried out with: device, precision, threads, and the signals it may get."""
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from stopmim.base.errors import UserError
 from stopmim.config.schema import Config
-from stopmim.runs.run import begun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,34 +54,3 @@ def compiled(function: Callable[P, R], config: Config, device: torch.device) -> 
     # torch gives up a function after 8 graphs; grids finer than 16x16 have more sizes of block.
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(function, dynamic=False)
-
-
-def set_threads(path: Path, wanted: int | None) -> None:
-    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
-    if wanted is None and (path / "run.json").exists():
-        wanted = begun(path)["starts"][0]["threads"]
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
-    received: list[int] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        if received:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        received.append(number)
-
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever owns it gets the signals
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, previous in old.items():
-            signal.signal(number, previous)

@@ -21,11 +21,11 @@ from stopmim.config.schema import Config
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.data.loading import read_crops
+from stopmim.gpu.sharding import whole
 from stopmim.method.build import multiblock_options
 from stopmim.method.masks import Masks, multiblock, random
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.predictor import Noise
-from stopmim.train.distributed import whole
 
 PROBE = 128  # images, of each of which two crops are looked at
 CHUNK = {"cpu": 32, "cuda": PROBE}  # images at a time: for a cache, for few launches

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stopmim.base.files import write_whole
 from stopmim.config.schema import Config
-from stopmim.runs.run import Run, write_whole
+from stopmim.runs.run import Run
 
 FILES = Path(__file__).parent / "references"
 LINES, HEALTH = 100, 60  # at most, and of these with measurements of health

@@ -8,17 +8,13 @@ patches, D width, T numbers to predict per patch: D features, or its p * p * 3 p
 """
 
 import copy
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.base.random_keys import seed_of
-from stopmim.config.architectures import parse_arch
-from stopmim.config.schema import Config
-from stopmim.method.encoder import VisionTransformer, initialise_mae, take
-from stopmim.method.positions import Covariance, JitteredPositions, Positions, StochasticPositions
+from stopmim.method.encoder import VisionTransformer, take
 from stopmim.method.predictor import Noise, Predictor
 
 Target = Literal["features", "pixels"]
@@ -162,68 +158,3 @@ class MaskedImageModel(nn.Module):
             maximize=True,
             is_first_step=False,
         )
-
-
-def build(config: Config) -> MaskedImageModel:
-    """The model of a resolved config, with the weights its seed gives, on the CPU."""
-    size, patch = parse_arch(config.arch)
-    depth, heads = config.predictor.depth, config.predictor.heads
-    if depth is None or heads is None:
-        raise ValueError("the config is not resolved: call stopmim.config.schema.resolve first")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of("init", config.seed))
-        encoder = VisionTransformer.from_arch(config.arch, config.image_size, config.class_token)
-        predictor = Predictor(
-            build_positions(config),
-            size.width,
-            depth,
-            heads,
-            noisy=config.positions.tokens,
-            tied=config.positions.covariance != "untied",
-            outputs=3 * patch**2 if config.target == "pixels" else size.width,
-        )
-        if config.target == "pixels":
-            encoder.start = "mae"
-            encoder.apply(initialise_mae)
-            predictor.apply(initialise_mae)
-    encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
-    return MaskedImageModel(
-        encoder,
-        predictor,
-        target=config.target,
-        norm_pixels=config.norm_pixels,
-        lowres=config.lowres,
-    )
-
-
-def build_positions(config: Config) -> Positions:
-    side, width, p = config.side, config.predictor.width, config.positions
-    bias: Literal["project", "mask_token"] = (
-        "project" if config.compat == "released" else "mask_token"
-    )
-    match p.kind:
-        case "sincos" | "learned":
-            return Positions(side, width, base=p.kind, bias=bias)
-        case "jitter":
-            return JitteredPositions(side, width, _resolved(p.sigma), bias=bias)
-        case "stochastic":
-            covariance: Covariance = (
-                p.covariance if p.covariance in ("fixed", "conditioned") else "projected"
-            )
-            return StochasticPositions(
-                side,
-                width,
-                _resolved(p.sigma),
-                base=p.base,
-                covariance=covariance,
-                bias=bias,
-                share=p.share,
-            )
-        case unknown:
-            assert_never(unknown)
-
-
-def _resolved(sigma: float | None) -> float:
-    if sigma is None:
-        raise ValueError("positions.sigma is not resolved")
-    return sigma

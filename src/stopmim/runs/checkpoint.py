@@ -24,8 +24,13 @@ from stopmim._version import __version__
 from stopmim.base.console import warn
 from stopmim.base.errors import CheckpointError, StorageError
 from stopmim.base.faults import faultpoint
+from stopmim.base.sandbox import read_tree
 from stopmim.config.schema import Config
-from stopmim.train.distributed import like, whole
+from stopmim.gpu.sharding import like, whole
+from stopmim.method.build import build
+from stopmim.method.model import MaskedImageModel
+
+State = dict[str, Tensor]
 
 FORMAT = 1
 SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before a run gives up
@@ -187,6 +192,43 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
     model.load_state_dict({name: like(x, want[name]) for name, x in weights.items()})
     if optimizer:
         _load_slots(slots, model, optimizer, str(path))
+
+
+def load_model(path: Path) -> MaskedImageModel:
+    """The model in a run directory or one of its checkpoints, in evaluation mode."""
+    if (path / "run.json").exists():
+        newest, damaged = latest(path)
+        if newest is None:
+            raise CheckpointError(damaged[0] if damaged else f"{path}: no checkpoint in it yet")
+        path = newest
+    elif not (path / "manifest.json").exists():
+        raise CheckpointError(
+            f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
+            f"with weights that stopmim knows; name the file itself"
+        )
+    elif problem := verify(path):
+        raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
+    try:
+        config = Config.model_validate_json(json.dumps(state(path)["config"]))
+        with torch.device("meta"):
+            model = build(config)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path / 'state.json'}: not of a run: {what}") from None
+    fill(model, read_tree(path / "model.safetensors"), str(path))
+    return model.eval()
+
+
+def fill(module: nn.Module, weights: State, source: str) -> None:
+    """Gives a `module` without memory copies of `weights`, in float32, all of them or none."""
+    check_fit(weights, module.state_dict(), source)
+    for key, value in weights.items():
+        if not value.is_floating_point():
+            raise CheckpointError(f"{source}: {key} is of {value.dtype}, not of floating point")
+        if not value.isfinite().all():
+            raise CheckpointError(f"{source}: {key} has values that are not finite")
+    own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
+    module.load_state_dict(own, assign=True)
 
 
 def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) -> None:

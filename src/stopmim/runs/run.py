@@ -29,6 +29,7 @@ import torch
 from stopmim._version import __version__
 from stopmim.base.console import warn
 from stopmim.base.errors import CheckpointError, DataError, RunInUseError, StorageError, UserError
+from stopmim.base.files import append_jsonl, read_jsonl, write_whole
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.runs import checkpoint
@@ -88,14 +89,10 @@ class Run:
         return path
 
     def model(self) -> "MaskedImageModel":
-        from stopmim.weights.load import load_model
-
-        return load_model(self.checkpoint)
+        return checkpoint.load_model(self.checkpoint)
 
     def encoder(self, branch: Literal["target", "context"] = "target") -> "Encoder":
-        from stopmim.weights.load import load_encoder
-
-        return load_encoder(self.checkpoint, branch)
+        return self.model().branch(branch)
 
     def add_result(self, **result: Any) -> None:
         append_jsonl(self.path / "results.jsonl", result)
@@ -226,6 +223,14 @@ def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
             )
 
 
+def set_threads(path: Path, wanted: int | None) -> None:
+    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
+    if wanted is None and (path / "run.json").exists():
+        wanted = begun(path)["starts"][0]["threads"]
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
 class Lines:
     """A .jsonl file that grows. Lines for which the disk has no room wait for the next call."""
 
@@ -274,41 +279,6 @@ class BadFiles:
                 f"raise --data.max_bad to go on, or leave them out of a new run with "
                 f"--data.skip {self.path}"
             )
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of `path` that are whole; a kill can leave a torn one at the end."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            tree = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(tree, dict):
-            yield tree
-
-
-def append_jsonl(path: Path, line: dict[str, Any]) -> None:
-    with path.open("ab+") as file:
-        # A full disk may have torn the last line: this one is not to be lost with it.
-        at = file.seek(0, os.SEEK_END)
-        file.seek(max(0, at - 1))
-        begin = "" if file.read() in (b"", b"\n") else "\n"
-        file.write(f"{begin}{json.dumps(line)}\n".encode())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot write: {error.strerror}") from None
 
 
 def _now() -> str:

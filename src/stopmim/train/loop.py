@@ -30,6 +30,7 @@ from stopmim.base.errors import (
 )
 from stopmim.base.faults import faultpoint
 from stopmim.base.random_keys import torch_generator
+from stopmim.base.signals import signals
 from stopmim.config.schema import Config, PositionsConfig, flatten
 from stopmim.data.crops import AUGMENT, normalise
 from stopmim.data.images import Images
@@ -37,17 +38,18 @@ from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images, source_of
-from stopmim.gpu.devices import choose_device, choose_precision, set_threads, signals
+from stopmim.gpu.devices import choose_device, choose_precision
+from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every, probe
 from stopmim.method import masks as masking
-from stopmim.method.build import configure, multiblock_options, size_options
-from stopmim.method.model import Batch, MaskedImageModel, build
+from stopmim.method.build import build, configure, draw_masks, find_cells
+from stopmim.method.model import Batch, MaskedImageModel
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.method.predictor import Noise, Predictor
 from stopmim.runs import checkpoint
-from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state
-from stopmim.train.distributed import World, agree, is_broken, joined, spread, whole
+from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
+from stopmim.train.distributed import World, agree, is_broken, joined, spread
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw, rates
 from stopmim.train.step import Undrawn, updater
@@ -63,44 +65,6 @@ def every(step: int, n: int) -> bool:
 
 
 # ------------------------------------------------------------------------------ one batch
-
-
-def draw_sizes(config: Config, step: int) -> masking.Sizes:
-    """The block sizes of the batch of `step`."""
-    on_host = torch_generator("sizes", config.seed, step)
-    return masking.draw_sizes(config.side, generator=on_host, **size_options(config.masking))
-
-
-def draw_masks(
-    config: Config, step: int, parts: list[slice], device: torch.device
-) -> list[masking.Masks]:
-    """The masks of every part of the batch of `step`."""
-    m, side, size = config.masking, config.side, config.optim.batch_size
-    places = torch_generator("masks", config.seed, step, device=device)
-    if m.kind == "random":
-        every = masking.random(size, side, generator=places, ratio=m.ratio)
-        return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
-    options = multiblock_options(m) | {"sizes": draw_sizes(config, step)}
-    if m.compat == "released":
-        # Its contexts are cut to the shortest of those drawn together: on one GPU, as published.
-        return [
-            masking.multiblock(
-                part.stop - part.start,
-                side,
-                **options,
-                generator=torch_generator("masks", config.seed, step, part.start, device=device),
-            )
-            for part in parts
-        ]
-    every = masking.multiblock(size, side, **options, generator=places)
-    return [masking.Masks(every.context[part], every.targets[:, part]) for part in parts]
-
-
-def find_cells(config: Config, step: int, targets: Tensor) -> Tensor | None:
-    """The cells (M, B, L) of the targets (M, B, K) of `step`; none without `lowres`."""
-    if config.lowres is None:
-        return None
-    return masking.cells(targets, draw_sizes(config, step).target, config.side)
 
 
 def draw_noise(

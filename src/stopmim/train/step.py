@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from stopmim.config.schema import Config
 from stopmim.gpu.cuda_graphs import Recorded
 from stopmim.gpu.devices import choose_precision, compiled, compiles_itself
+from stopmim.gpu.sharding import whole
 from stopmim.method.model import Batch, MaskedImageModel
 from stopmim.method.predictor import Noise, Predictor
-from stopmim.train.distributed import ALONE, World, average_gradients, whole
+from stopmim.train.distributed import ALONE, World, average_gradients
 from stopmim.train.optimizer import Rates, set_rates, step_at
 
 Part = tuple[Batch, Noise]

@@ -22,7 +22,7 @@ from stopmim.base.sandbox import one_line, read_json, read_tree
 from stopmim.config.architectures import SIZES
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.method.positions import sincos_2d
-from stopmim.runs import checkpoint
+from stopmim.runs.checkpoint import fill
 from stopmim.weights.formats.data2vec import CLASS, RelativeTransformer
 
 Branch = Literal["target", "context"]
@@ -174,18 +174,6 @@ def relative_like(weights: State, source: str, heads: int | None) -> RelativeTra
 def block_count(weights: State, prefix: str) -> int:
     blocks = {key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)}
     return len(blocks)
-
-
-def fill(module: nn.Module, weights: State, source: str) -> None:
-    """Gives a `module` without memory copies of `weights`, in float32, all of them or none."""
-    checkpoint.check_fit(weights, module.state_dict(), source)
-    for key, value in weights.items():
-        if not value.is_floating_point():
-            raise CheckpointError(f"{source}: {key} is of {value.dtype}, not of floating point")
-        if not value.isfinite().all():
-            raise CheckpointError(f"{source}: {key} has values that are not finite")
-    own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
-    module.load_state_dict(own, assign=True)
 
 
 def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:

@@ -18,12 +18,13 @@ from stopmim.base.sandbox import metadata, one_line, read_tree
 from stopmim.config.architectures import SIZES
 from stopmim.config.schema import Config
 from stopmim.method.encoder import EPS, Encoder, VisionTransformer
-from stopmim.method.model import MaskedImageModel, build
+from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.method.predictor import Predictor
 from stopmim.runs import checkpoint
+from stopmim.runs.checkpoint import fill
 from stopmim.weights import foreign
-from stopmim.weights.foreign import Branch, State, block_count, check_positions, encoder_like, fill
+from stopmim.weights.foreign import Branch, State, block_count, check_positions, encoder_like
 from stopmim.weights.formats import mae
 
 PARTS = ("encoder", "target_encoder", "predictor")  # of a released file
@@ -91,7 +92,7 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
         return foreign.load_huggingface(path, heads).eval()
     if not path.is_dir():
         return encoder_in(read_tree(path), path, branch, heads)
-    return _load_ours(path).eval().branch(branch)
+    return checkpoint.load_model(path).branch(branch)
 
 
 def encoder_in(tree: Any, path: Path, branch: Branch, heads: int | None) -> Encoder:
@@ -114,7 +115,7 @@ def load_model(
     """
     path = weights_in(existing(path))
     if path.is_dir():
-        return _load_ours(path).eval()
+        return checkpoint.load_model(path)
     tree = read_tree(path)
     if not is_released(tree) and mae.decoder_in(tree):
         return mae_in(tree, path, heads, decoder_heads)
@@ -137,30 +138,6 @@ def existing(path: str | Path) -> Path:
 def is_released(tree: Any) -> bool:
     """Whether `tree` is of StoP's or I-JEPA's code. One part tells: the others are then missed."""
     return isinstance(tree, Mapping) and any(name in tree for name in PARTS)
-
-
-def _load_ours(path: Path) -> MaskedImageModel:
-    if (path / "run.json").exists():
-        newest, damaged = checkpoint.latest(path)
-        if newest is None:
-            raise CheckpointError(damaged[0] if damaged else f"{path}: no checkpoint in it yet")
-        path = newest
-    elif not (path / "manifest.json").exists():
-        raise CheckpointError(
-            f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
-            f"with weights that stopmim knows; name the file itself"
-        )
-    elif problem := checkpoint.verify(path):
-        raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
-    try:
-        config = Config.model_validate_json(json.dumps(checkpoint.state(path)["config"]))
-        with torch.device("meta"):
-            model = build(config)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        what = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path / 'state.json'}: not of a run: {what}") from None
-    fill(model, read_tree(path / "model.safetensors"), str(path))
-    return model
 
 
 def model_in(tree: Any, path: Path, heads: int | None) -> MaskedImageModel:

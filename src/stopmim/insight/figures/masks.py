@@ -10,7 +10,7 @@ import torch
 
 from stopmim.config.schema import Config
 from stopmim.insight.figures.pictures import Preview, draw, house_style
-from stopmim.train.loop import draw_masks
+from stopmim.method.build import draw_masks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from stopmim.data.crops import AUGMENT
 from stopmim.data.images import Images
 from stopmim.data.loading import Crops, steps_per_epoch
 from stopmim.data.order import Order
-from stopmim.train.loop import draw_masks
+from stopmim.method.build import draw_masks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

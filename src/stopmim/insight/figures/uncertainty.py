@@ -11,7 +11,7 @@ import torch
 from stopmim.base.random_keys import torch_generator
 from stopmim.insight.figures.pictures import RULE, Preview, house_style
 from stopmim.insight.figures.subject import Subject, pixels, tokens
-from stopmim.train.loop import draw_masks
+from stopmim.method.build import draw_masks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,8 @@ from stopmim.insight.figures import curves, prediction
 from stopmim.insight.figures.pictures import Preview
 from stopmim.insight.figures.similarity import DRAWS, similarity
 from stopmim.insight.figures.subject import Subject
-from stopmim.method.model import MaskedImageModel, build
+from stopmim.method.build import build
+from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.weights.load import load_model

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from stopmim._version import __version__
 from stopmim.base.errors import UserError
+from stopmim.base.files import write_whole
 from stopmim.config.schema import Config, flatten, to_yaml
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
@@ -27,7 +28,7 @@ from stopmim.insight.figures import curves, pictures, similarity
 from stopmim.insight.report import explorer
 from stopmim.insight.report.results import best, count, differing, said, shown, time
 from stopmim.method.model import MaskedImageModel
-from stopmim.runs.run import Run, write_whole
+from stopmim.runs.run import Run
 
 T = TypeVar("T")
 
