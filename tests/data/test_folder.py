@@ -227,8 +227,8 @@ AS_NOBODY = """
 import os, sys
 from stopmim.data import open_images
 from stopmim.data.decode import BadImageError
-from stopmim.data.folder import Folder
-from stopmim.errors import DataError
+from stopmim.data.sources.folder import Folder
+from stopmim.base.errors import DataError
 if os.getuid() == 0:  # root may read everything
     os.setresuid(65534, 65534, 65534)
 folder = Folder(sys.argv[1])

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from stopmim import analysis
 from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Some
+from stopmim.insight import analyse as analysis
 from stopmim.insight.analyse import What, analyse
 from stopmim.insight.figures import collapse, masks, norms, pca, prediction, smoothing, uncertainty
 from stopmim.insight.figures.pictures import Preview

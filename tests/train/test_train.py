@@ -436,7 +436,7 @@ def test_what_a_killed_process_leaves_behind_does_not_keep_its_run(tmp_path: Pat
 import os, signal, sys, time
 from pathlib import Path
 import torch.multiprocessing as mp
-from stopmim.run import claimed
+from stopmim.runs.run import claimed
 with claimed(Path(sys.argv[1])):
     worker = mp.Process(target=time.sleep, args=(30,), daemon=True)
     worker.start()
