@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,12 +32,14 @@ from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method import masks as masking
-from stopmim.method.build import build, configure, draw_masks, size_options
+from stopmim.method.build import build, build_sampler, configure, draw_masks
+from stopmim.method.loss import masked_loss
 from stopmim.method.model import Batch
 from stopmim.method.predictor import Noise
-from stopmim.train.loop import draw_noise
-from stopmim.train.optimizer import adamw, rates
-from stopmim.train.step import Undrawn, comparison, updater
+from stopmim.train.draws import draw_noise
+from stopmim.train.optimizer import adamw
+from stopmim.train.rates import rates
+from stopmim.train.step import Part, build_step
 
 STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -251,8 +253,7 @@ def _update(
     optimizer = adamw(model, config.optim)
     now = rates(config.optim, 0, 1000)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
-    broken = torch.zeros((), device=device)
-    make = updater(model, optimizer, config, device, n_parts=len(parts), broken=broken)
+    make = build_step(model, optimizer, config, device, n_parts=len(parts))
     step = likeliest_step(config)
     generator = torch_generator("bench", device=device)
     shape = (parts[0].stop, 3, config.image_size, config.image_size)
@@ -262,10 +263,10 @@ def _update(
     else:
         masks = draw_masks(config, step, parts, device)
 
-    def prepared() -> Iterator[Undrawn]:
+    def prepared() -> Iterator[Part]:
         for m, part in zip(masks, parts, strict=True):
-            of_part = (model.predictor, m, part, config, step, amp or torch.float32)
-            yield Batch(images, *m), partial(draw_noise, *of_part)
+            noise = draw_noise(model.predictor, m, part, config, step, amp or torch.float32)
+            yield Batch(images, *m), noise
 
     def update() -> None:
         make(prepared(), now)
@@ -300,22 +301,19 @@ def count_flops(config: Config, masks: masking.Masks) -> float:
         targets = torch.empty_like(masks.targets[:, :1], device="meta")
         noise: Noise = model.predictor.draw(context, targets)
         with FlopCounterMode(display=False) as counter:
-            comparison(config)(model, Batch(images, context, targets), noise).loss.backward()
+            batch = Batch(images, context, targets)
+            masked_loss(model, model.target, batch, noise).loss.backward()
     return counter.get_total_flops() * config.optim.batch_size
 
 
 def likeliest_step(config: Config) -> int:
     """A step whose target blocks have the likeliest size, so that one shape is compiled."""
-    if config.masking.kind == "random":
-        return 0
-    options = size_options(config.masking)
-    blocks = masking.possible_blocks(
-        config.side, options["target_scale"], options["target_aspect"], compat=options["compat"]
-    )
-    likeliest = max(blocks, key=lambda block: blocks[block])
+    sampler = build_sampler(config)
+    blocks = sampler.blocks()
+    likeliest = max(blocks, key=lambda block: blocks[block], default=None)
     for step in range(10_000):
-        generator = torch_generator("sizes", config.seed, step)
-        if masking.draw_sizes(config.side, generator=generator, **options).target == likeliest:
+        sizes = sampler.sizes(config.seed, step)
+        if sizes is None or sizes.target == likeliest:
             return step
     raise ValueError(f"no step draws blocks of {likeliest}")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from stopmim.base.console import Ticker
 from stopmim.base.random_keys import torch_generator
 from stopmim.evals.recipes import Norm, Recipe
-from stopmim.gpu.cuda_graphs import Recorded
+from stopmim.gpu.cuda_graphs import CudaGraphs
 
 TRUST = 0.001  # eta of LARS
 EPS = {"bn": 1e-5, "fixed bn": 1e-6}  # vissl's default; MAE's
@@ -100,7 +100,7 @@ def train_heads(
         return {"loss": torch.stack([loss for loss, _ in found]).sum()}
 
     # Hundreds of small kernels on a GPU, and none of them takes long.
-    step = Recorded(update, device) if device.type == "cuda" else update
+    step = CudaGraphs(update, device) if device.type == "cuda" else update
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
     with (

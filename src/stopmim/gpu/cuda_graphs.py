@@ -1,24 +1,26 @@
-"""What is done again and again on a GPU as CUDA graphs: recorded for every shape, then played back.
+"""Repeated work on a GPU as CUDA graphs: recorded once per shape, then replayed.
 
-An update is a thousand kernels and more. To launch them one by one takes a processor longer than
-many a GPU needs to run them; a recording is one launch, and nothing of Python is left of it. It has
-addresses in it, not values. So what an update is made from is copied to tensors that stay where
-they are, and what is to outlast it (weights, moments, counters) was there before. All else lives in
-memory that the recordings share, and means nothing once another was played.
+An update is over a thousand kernels. Launching them one by one takes a processor longer than many a
+GPU needs to run them; replaying a recording is one launch, without any Python. A recording holds
+addresses, not values. So the inputs of an update are copied to tensors that stay where they are,
+and whatever outlasts it (weights, moments, counters) was there before. All else lives in memory
+that the recordings share, and is overwritten by the next replay.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stopmim.base.console import warn
 
-WARM = 2  # calls of a shape that are made as usual: they compile, load kernels, create moments
-SPARE = 0.1  # of a GPU that recordings must leave: crops, noise and health need memory too
+WARM = 2  # calls of a shape without recording: they compile, load kernels, create moments
+SPARE = 0.1  # share of a GPU that recordings must leave free: crops, noise and health need memory
 
 Shapes = tuple[torch.Size | None, ...]
 
@@ -29,68 +31,80 @@ class Recording:
     names: tuple[str, ...]
     values: Tensor  # one for each name, in the shared memory
 
-    def play(self) -> dict[str, Tensor]:
+    def replay(self) -> dict[str, Tensor]:
         self.graph.replay()
         return dict(zip(self.names, self.values.clone(), strict=True))
 
 
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all that is made as usual or recorded: autograd remembers on which one a
-    parameter was first used, and cuBLAS has memory of its own for every stream."""
+    """The one stream on which work is recorded or run before.
+
+    Autograd remembers on which stream a parameter was first used, and cuBLAS has a workspace for
+    every stream.
+    """
     return torch.cuda.Stream(device)
 
 
-class Recorded:
-    """Calls `function`, in which nothing but tensors may differ from one call to the next.
+class CudaGraphs:
+    """Calls `function`, in which only tensors may differ from one call to the next.
 
-    Its arguments are tensors, numbers (which it gets as tensors of float64) and None; it returns
-    numbers by name, each a tensor.
+    Its arguments are nested tuples or lists of tensors, numbers (which it gets as float64 tensors)
+    and None; it returns numbers by name, each a tensor.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
         self.function, self.device = function, device
         self.inputs: dict[tuple[int, torch.Size], Tensor] = {}
-        self.made: dict[Shapes, int] = {}  # calls that were not played
+        self.calls: dict[Shapes, int] = {}  # calls that were not replays
         self.recordings: dict[Shapes, Recording] = {}
-        self.room = True  # for recordings, beside all the rest
+        self.room = True  # for recordings, beside everything else
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = stream_of(device)
-        self.beside = torch.cuda.Stream(device)
-        self.taken = torch.cuda.current_stream(device).record_event()  # the inputs were copied
+        self.side = torch.cuda.Stream(device)
+        self.copied = torch.cuda.current_stream(device).record_event()  # inputs were copied
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Where the inputs of the next call are made, while the device is busy with this one.
+    def beside(self) -> Iterator[None]:
+        """A stream on which to prepare the next inputs while the device works on this call.
 
         They are many small kernels, which leave most of a GPU idle. Nothing made elsewhere since
         the last call may be read here.
         """
         here = torch.cuda.current_stream(self.device)
-        # Until then the inputs of this call are read, in memory that is free to be used again.
-        self.beside.wait_event(self.taken)
-        with torch.cuda.stream(self.beside):
+        # Until then inputs of this call are being read, in memory that is already free for reuse.
+        self.side.wait_event(self.copied)
+        with torch.cuda.stream(self.side):
             yield
-        here.wait_stream(self.beside)
+        here.wait_stream(self.side)
 
-    def __call__(self, *inputs: Tensor | float | None) -> dict[str, Tensor]:
+    def __call__(self, *arguments: Any) -> dict[str, Tensor]:
         with torch.cuda.device(self.device):
-            held = [self._held(i, x) for i, x in enumerate(inputs)]
-            self.taken.record()
+            # A generator of parts becomes a list here: everything is drawn before it is copied.
+            given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
+            leaves, spec = tree_flatten(given)
+            held = [self._held(i, x) for i, x in enumerate(leaves)]
+            self.copied.record()
             shapes = tuple(x if x is None else x.shape for x in held)
             if shapes in self.recordings:
-                return self.recordings[shapes].play()
-            self.made[shapes] = self.made.get(shapes, 0) + 1
-            if self.room and self.made[shapes] > WARM:
-                self.room = self._record(shapes, held)
+                return self.recordings[shapes].replay()
+            self.calls[shapes] = self.calls.get(shapes, 0) + 1
+            if self.room and self.calls[shapes] > WARM:
+                self.room = self._record(shapes, held, spec)
                 if self.room:
-                    return self.recordings[shapes].play()
-                warn("no memory for CUDA graphs beside all the rest; going on without, more slowly")
+                    return self.recordings[shapes].replay()
+                warn("no memory for CUDA graphs; continuing without them, more slowly")
             self._forget()
-            return self._as_usual(held)
+            # Each stream waits for the other, so memory of one can be used and freed in the other.
+            here = torch.cuda.current_stream()
+            self.stream.wait_stream(here)
+            with torch.cuda.stream(self.stream):
+                values = self.function(*tree_unflatten(held, spec))
+            here.wait_stream(self.stream)
+            return values
 
     def _held(self, i: int, x: Tensor | float | None) -> Tensor | None:
-        """A copy of `x`, input number `i`, where all recordings of that shape will look for it."""
+        """Copies `x`, input number `i`, to where all recordings of that shape look for it."""
         if x is None:
             return None
         if not isinstance(x, Tensor):
@@ -103,30 +117,21 @@ class Recorded:
         return self.inputs[i, shape]
 
     def _forget(self) -> None:
-        """Gives memory back to a call as usual, which needs as much; recordings are soon redone."""
+        """Frees the memory of recordings for a plain call, which needs as much; they are remade."""
         if self.recordings:
             self.recordings.clear()
             torch.cuda.empty_cache()
             self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
 
-    def _as_usual(self, held: list[Tensor | None]) -> dict[str, Tensor]:
-        """Each stream waits for the other, so memory of one can be used and freed in the other."""
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            values = self.function(*held)
-        here.wait_stream(self.stream)
-        return values
-
-    def _record(self, shapes: Shapes, held: list[Tensor | None]) -> bool:
-        """Whether there was memory for it. Waits for the device, and runs nothing on it."""
+    def _record(self, shapes: Shapes, held: list[Tensor | None], spec: TreeSpec) -> bool:
+        """Records one call; False if there was no memory. Waits for the device, runs nothing."""
         here = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(  # other threads may use the device meanwhile
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
-                values = self.function(*held)
+                values = self.function(*tree_unflatten(held, spec))
                 together = torch.stack(tuple(values.values()))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             torch.cuda.set_stream(here)  # a recording that fails may stay in its own

@@ -1,4 +1,4 @@
-"""What a run is carried out with: device, precision, threads, and the signals it may get."""
+"""Device, precision and compilation of a run."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -6,14 +6,13 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from stopmim.base.errors import UserError
-from stopmim.config.schema import Config
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of the process that is number `local_rank` on this machine."""
+    """Chooses the device of process number `local_rank` on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda, but torch sees no GPU; choose cpu, or leave it out")
     if name == "cpu" or not torch.cuda.is_available():
@@ -28,7 +27,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast; None is float32 throughout."""
+    """Chooses the dtype of autocast; None is float32 throughout."""
     if name == "auto":
         if device.type == "cpu":
             return None
@@ -37,20 +36,17 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def compiles_itself(config: Config, device: torch.device) -> bool:
-    """Whether "auto" is asked for and means yes.
+def compiles_itself(setting: str, device: torch.device, static: bool) -> bool:
+    """Whether `runtime.compile` is auto and means yes.
 
-    Only on a GPU, for a CPU machine may have no compiler, and not for the released masks, which
-    change shape at every step.
+    Only on a GPU, since a CPU machine may have no compiler, and only for masks of `static` shapes:
+    those of the released sampler change at every step.
     """
-    automatic = device.type == "cuda" and config.masking.compat != "released"
-    return config.runtime.compile == "auto" and automatic
+    return setting == "auto" and device.type == "cuda" and static
 
 
-def compiled(function: Callable[P, R], config: Config, device: torch.device) -> Callable[P, R]:
-    """`function` compiled for fixed shapes, one graph per size of target block; or as it is."""
-    if config.runtime.compile != "on" and not compiles_itself(config, device):
-        return function
-    # torch gives up a function after 8 graphs; grids finer than 16x16 have more sizes of block.
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` compiled for fixed shapes, one graph per size of target block."""
+    # torch gives up a function after 8 graphs; grids finer than 16x16 have more block sizes.
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(function, dynamic=False)

@@ -20,7 +20,7 @@ from stopmim.config.schema import Config, MaskingConfig
 from stopmim.data.sources.open import open_images
 from stopmim.health.measure import Health, probe
 from stopmim.health.reference import reference, share
-from stopmim.method.encoder import initialise, initialise_mae
+from stopmim.method.encoder import INITIALISERS
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
@@ -353,7 +353,7 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         now = health.measure(model) | {"step": step or 0}
-        fresh = initialise if model.target == "features" else initialise_mae
+        fresh = INITIALISERS[model.target.start]
         for part in (model.encoder, model.target_encoder, model.predictor):
             if part is not None:
                 part.apply(fresh)
@@ -369,5 +369,5 @@ def _config(path: Path, model: MaskedImageModel) -> tuple[Config, int | None]:
         state = checkpoint.state(path)
         return Config.model_validate_json(json.dumps(state["config"])), int(state["step"])
     patch, side = model.encoder.patch, model.encoder.side
-    masks = MaskingConfig(kind="random" if model.target == "pixels" else "multiblock")
+    masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
     return Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks), None

@@ -22,10 +22,9 @@ from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.data.loading import read_crops
 from stopmim.gpu.sharding import whole
-from stopmim.method.build import multiblock_options
-from stopmim.method.masks import Masks, multiblock, random
+from stopmim.method.build import build_sampler
+from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
-from stopmim.method.predictor import Noise
 
 PROBE = 128  # images, of each of which two crops are looked at
 CHUNK = {"cpu": 32, "cuda": PROBE}  # images at a time: for a cache, for few launches
@@ -73,11 +72,7 @@ def probe(images: Images, config: Config, count: int = PROBE) -> Probe:
 
 
 def _masks(config: Config) -> Masks:
-    generator = torch_generator("probe", config.seed)
-    if config.masking.kind == "random":
-        return random(1, config.side, generator=generator, ratio=config.masking.ratio)
-    options = multiblock_options(config.masking)
-    return multiblock(1, config.side, generator=generator, **options)
+    return build_sampler(config).draw(1, torch_generator("probe", config.seed))
 
 
 class Health:
@@ -98,7 +93,7 @@ class Health:
             return {}
         first = [self._part(model, part) for part in self.probe.views[0].split(self.chunk)]
         tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*first, strict=True))
-        if model.target_encoder is None:  # pixels tell nothing of the encoder
+        if not model.target.learned:  # pixels tell nothing of the encoder
             seen, again = (self._whole(model, view, features=True) for view in self.probe.views)
             own = {"feature_rank": effective_rank(_thinned(seen))}
         else:
@@ -129,7 +124,7 @@ class Health:
         targets = self.probe.masks.targets.to(self.device).expand(-1, len(images), -1)
         # Without noise: what the predictor says of the mean position. Only the shapes are drawn.
         drawn = model.predictor.draw(context, targets, torch_generator("probe", device=self.device))
-        still = Noise(*(None if x is None else torch.zeros_like(x) for x in drawn))
+        still = drawn.zeros()
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
             predicted = model.predict(images, context, targets, still).float()
         tokens = self._tokens(model, pixels)

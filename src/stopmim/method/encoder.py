@@ -1,11 +1,11 @@
 """The encoder f: a Vision Transformer, with I-JEPA's and timm's names.
 
-Ours has no class token; those of MAE, DINO and iBOT do, and are the same otherwise.
+Ours has no class token; those of MAE, DINO and iBOT do, and are otherwise the same.
 
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 import torch
@@ -19,20 +19,21 @@ from stopmim.method.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
 
+Pool = Literal["mean", "cls"]
+Start = Literal["jepa", "mae"]  # whose initial weights
+
 
 class Encoder(Protocol):
-    """What evaluations ask of an encoder, ours or an adapter around somebody else's."""
+    """The interface that evaluations need: ours, or an adapter around somebody else's encoder."""
 
-    patch: int  # edge of one, in pixels
+    patch: int  # edge of a patch, in pixels
     width: int
-    pool: Literal["mean", "cls"]  # how its features are pooled when nobody says how
+    pool: Pool  # default pooling of its features
 
     def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """Tokens of patches (B, N or K, D), final norm applied; no class token among them."""
+        """Patch tokens (B, N or K, D), final norm applied, without the class token."""
 
-    def features(
-        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
-    ) -> Tensor:
+    def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """One vector per image, (B, layers * D)."""
 
 
@@ -42,7 +43,7 @@ def take(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """The usual strided convolution, computed as what it is: one matrix for every patch."""
+    """The usual strided convolution, computed as one matrix product per patch."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """(B, N, D) -> (B, N - first, D): the tokens before `first` are looked at, not updated."""
+        """(B, N, D) -> (B, N - first, D): tokens before `first` are keys and values only."""
         return self.proj(attend(self.qkv(x), self.heads, first))
 
 
@@ -90,20 +91,20 @@ class Block(nn.Module):
         self.mlp = Mlp(width, round(width * mlp_ratio))
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """(B, N, D) -> (B, N - first, D): what a last block need not compute, it does not."""
+        """(B, N, D) -> (B, N - first, D): a last block skips tokens that nobody reads."""
         x = x[:, first:] + self.attn(self.norm1(x), first)
         return x + self.mlp(self.norm2(x))
 
 
 def through(blocks: Iterable[nn.Module], x: Tensor, recompute: bool) -> Tensor:
-    """`x` after all `blocks`; `recompute` keeps what goes in alone and runs them twice."""
+    """`x` after all `blocks`; `recompute` stores only block inputs and recomputes the rest."""
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
     return x
 
 
 def initialise(module: nn.Module) -> None:
-    """Every matrix and the patch projection from N(0, 0.02^2), biases 0, norms 1 and 0.
+    """Draws matrices and the patch projection from N(0, 0.02^2); biases 0, norms 1 and 0.
 
     This is what the released code ends up with: its constructor rescales `attn.proj` and `mlp.fc2`
     by depth, and `init_model` then overwrites every linear layer (ijepa src/helper.py:86-99).
@@ -118,10 +119,16 @@ def initialise(module: nn.Module) -> None:
 
 
 def initialise_mae(module: nn.Module) -> None:
-    """MAE's: the same, with matrices and the patch projection, as a matrix, Xavier-uniform."""
+    """The same for MAE: matrices and the patch projection (as a matrix) are Xavier-uniform."""
     initialise(module)
     if isinstance(module, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(module.weight.flatten(1))  # a view
+
+
+INITIALISERS: dict[Start, Callable[[nn.Module], None]] = {
+    "jepa": initialise,
+    "mae": initialise_mae,
+}
 
 
 class VisionTransformer(nn.Module):
@@ -130,13 +137,13 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: edge of the images it is trained on; others work, the table is then resized.
         patch: edge of a patch, in pixels.
-        class_token: whether a learned token that is no patch goes before the others.
+        class_token: whether a learned token comes before those of the patches.
     """
 
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
     cls_token: nn.Parameter | None  # (1, 1, D)
     recompute = False  # activation checkpointing: less memory, a third more time
-    start: Literal["jepa", "mae"] = "jepa"  # whose weights it began with, for its untrained twin
+    start: Start = "jepa"  # how its weights were initialised, to make an untrained twin
 
     def __init__(
         self,
@@ -155,9 +162,9 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"width {width} is not divisible by {heads} heads")
         self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
         self.patch_embed = PatchEmbed(patch, width)
-        self.pool: Literal["mean", "cls"] = "cls" if class_token else "mean"
+        self.pool: Pool = "cls" if class_token else "mean"
         self.prefix = int(class_token)  # tokens before those of the patches
-        # The class token is nowhere: zeros, as in MAE.
+        # The class token has no place: zeros, as in MAE.
         table = F.pad(sincos_2d(self.side, width), (0, 0, self.prefix, 0))
         self.register_buffer("pos_embed", table[None])
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if class_token else None
@@ -178,7 +185,7 @@ class VisionTransformer(nn.Module):
         )
 
     def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """Patches with their positions, (B, N, D), or (B, K, D) of those at `index` (B, K)."""
+        """Patches with their positions, (B, N, D), or (B, K, D) for those at `index` (B, K)."""
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
@@ -209,21 +216,19 @@ class VisionTransformer(nn.Module):
     def forward(
         self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
     ) -> Tensor:
-        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone.
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) only.
 
-        With `all_tokens` the class token is before them, if there is one.
+        With `all_tokens` the class token comes first, if there is one.
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
         x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
         x = self.norm(x)
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
-    def features(
-        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
-    ) -> Tensor:
+    def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The last `layers` blocks, each normed and pooled, (B, layers * D).
 
-        "mean" is over patches, "cls" takes the class token.
+        "mean" averages over patches, "cls" takes the class token.
         """
         if pool not in ("mean", "cls"):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')

@@ -1,30 +1,31 @@
-"""Section 2 of the paper: patchify, mask, encode the context, predict, compare with a target.
+"""Section 2 of the paper: encode the context, predict the masked blocks, compare with a target.
 
-`get_target` of the paper is `MaskedImageModel.targets`: features of the EMA encoder (I-JEPA), or
-pixels (MAE).
+`get_target` of the paper is a `Target`: it owns what is predicted, from which encoder it comes, how
+it is normed, and the loss. `Features` is I-JEPA, `Pixels` is MAE. Whether an encoder follows slowly
+(EMA) is a property of the target, and not the same question as what is predicted.
 
 Shapes: B images, C context patches, M target blocks of K patches or L cells of 2x2 patches, N
 patches, D width, T numbers to predict per patch: D features, or its p * p * 3 pixels.
 """
 
 import copy
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import VisionTransformer, take
+from stopmim.method.encoder import Start, VisionTransformer, take
+from stopmim.method.masks import Block, Masks, MaskSampler, cells
 from stopmim.method.predictor import Noise, Predictor
-
-Target = Literal["features", "pixels"]
 
 
 class Batch(NamedTuple):
     images: Tensor  # (B, 3, H, W), normalised
     context: Tensor  # (B, C) int64 patch numbers
     targets: Tensor  # (M, B, K) int64 patch numbers
-    cells: Tensor | None = None  # (M, B, L) from masking.cells, for `lowres`
+    cells: Tensor | None = None  # (M, B, L) from masks.cells, for `HalfResolution`
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -33,73 +34,181 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
+# ------------------------------------------------------------------------------ targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is predicted of a masked patch, and how far off a prediction is.
+
+    A subclass gives `name`, `of` and, where it differs, the loss and the class attributes.
+    """
+
+    name: ClassVar[str]  # of the method: "I-JEPA"
+    follows: ClassVar[bool] = False  # a copy of the encoder follows it by EMA, and is the teacher
+    learned: ClassVar[bool] = False  # targets depend on weights, and so can collapse
+    class_token_seen: ClassVar[bool] = False  # by the predictor, beside the context patches
+    start: ClassVar[Start] = "jepa"  # how the weights are initialised
+
+    def width(self, encoder: VisionTransformer) -> int:
+        """T, the numbers to predict per patch."""
+        return encoder.width
+
+    def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
+        """Targets (M, B, K, T) at the patches `index` (M, B, K). Called without gradients."""
+        raise NotImplementedError
+
+    def batch(self, images: Tensor, masks: Masks, block: Block | None) -> Batch:
+        """A batch with all that `pairs` needs; `block` is the size of the target rectangles."""
+        return Batch(images, *masks)
+
+    def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
+        """Prediction and target, (M, B, K, T) each; further pairs may follow."""
+        target = model.targets(batch.images, batch.targets)
+        return model.predict(batch.images, batch.context, batch.targets, noise), target
+
+    def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
+        """Mean loss over what `pairs` returns: smooth L1, as I-JEPA."""
+        each = zip(pairs[::2], pairs[1::2], strict=True)
+        first, *more = [F.smooth_l1_loss(p.float(), t.float()) for p, t in each]
+        return (first + sum(more)) / (1 + len(more)) if more else first
+
+    def check(self, sampler: MaskSampler) -> None:
+        """Raises ValueError if these masks cannot be predicted."""
+
+    def describe(self) -> str:
+        """A phrase for people, "" if the name says it all."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Features(Target):
+    """I-JEPA: features of an encoder that follows the trained one slowly and sees all patches."""
+
+    name = "I-JEPA"
+    follows = True
+    learned = True
+
+    def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
+        features = teacher(images)  # (B, N, D): targets see the whole image
+        # eps is F.layer_norm's own 1e-5 here, not the model's 1e-6, as in the released code.
+        features = F.layer_norm(features, features.shape[-1:])
+        return torch.stack([take(features, block) for block in index])
+
+
+@dataclass(frozen=True)
+class HalfResolution(Features):
+    """`Features` predicted at half the resolution too: the paper's rival of uncertain places.
+
+    A coarse target is the mean ("bilinear") or the maximum ("max") over a cell of 2x2 patches, at
+    its centre. Both resolutions count the same in the loss.
+    """
+
+    side: int
+    pool: Literal["bilinear", "max"] = "bilinear"
+
+    def batch(self, images: Tensor, masks: Masks, block: Block | None) -> Batch:
+        assert block is not None  # `check` has refused samplers without rectangles
+        return Batch(images, *masks, cells(masks.targets, block, self.side))
+
+    def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
+        if batch.cells is None:
+            raise ValueError("half resolution needs the cells of the targets: use Target.batch")
+        context = model.encoder(batch.images, batch.context)  # (B, C, D)
+        predicted = model.predictor(context, batch.context, batch.targets)
+        # The first patch of a cell is its upper left one: the centre is half a patch away.
+        half = torch.full((2,), 0.5, device=batch.cells.device)
+        coarse = model.predictor(context, batch.context, batch.cells, moved_by=half)
+        # The four patches of a cell are asked for beside the targets: one pass of the teacher.
+        four = [batch.cells + step for step in (0, 1, self.side, self.side + 1)]
+        both = model.targets(batch.images, torch.cat([batch.targets, *four], dim=-1))
+        target, *cell = both.split([x.shape[-1] for x in (batch.targets, *four)], dim=2)
+        stacked = torch.stack(cell)  # (4, M, B, L, D)
+        pooled = stacked.mean(dim=0) if self.pool == "bilinear" else stacked.amax(dim=0)
+        return predicted, target, coarse, pooled
+
+    def check(self, sampler: MaskSampler) -> None:
+        small = min(sampler.blocks(), key=min, default=None)
+        if small is None:
+            raise ValueError("needs rectangles; set masking.kind: multiblock")
+        if min(small) < 3:
+            raise ValueError(
+                f"a target of {small.height}x{small.width} on a {self.side}x{self.side} grid need "
+                f"not hold one whole cell of 2x2 patches; raise masking.target_scale"
+            )
+
+    def describe(self) -> str:
+        return f"also at half the resolution ({self.pool})"
+
+
+@dataclass(frozen=True)
+class Pixels(Target):
+    """MAE: the pixels of a patch, normed to mean 0 and variance 1 if `normed`."""
+
+    normed: bool = True
+
+    name = "MAE"
+    class_token_seen = True
+    start = "mae"
+
+    def width(self, encoder: VisionTransformer) -> int:
+        return 3 * encoder.patch**2
+
+    def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
+        pixels = patchify(images, teacher.patch)  # (B, N, p * p * 3)
+        pixels = torch.stack([take(pixels, block) for block in index])
+        if not self.normed:
+            return pixels
+        # The variance is MAE's: unbiased, unlike that of F.layer_norm.
+        variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
+        return (pixels - mean) / (variance + 1e-6).sqrt()
+
+    def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
+        """Squared error of the masked patches, as MAE."""
+        predicted, target = pairs
+        return F.mse_loss(predicted.float(), target.float())
+
+    def describe(self) -> str:
+        return "normed pixels" if self.normed else ""
+
+
+# ------------------------------------------------------------------------------ the model
+
+
 class MaskedImageModel(nn.Module):
-    """Encoder f, predictor g, and for I-JEPA a target encoder that follows f slowly.
+    """Encoder f, predictor g and, if the target wants one, a target encoder that follows f slowly.
 
     With `Positions` in the predictor this is I-JEPA or MAE, with `StochasticPositions` it is that
     + StoP.
-
-    Args:
-        target: "features" of the target encoder are predicted, or "pixels", and there is none.
-        norm_pixels: every patch to predict has mean 0 and variance 1.
-        lowres: the targets are predicted at half the resolution too, the paper's rival of blurred
-            places: the mean ("bilinear") or the largest value ("max") of every 2x2 cell, at its
-            centre.
     """
 
     target_encoder: VisionTransformer | None
 
     def __init__(
-        self,
-        encoder: VisionTransformer,
-        predictor: Predictor,
-        *,
-        target: Target = "features",
-        norm_pixels: bool = True,
-        lowres: Literal["bilinear", "max"] | None = None,
+        self, encoder: VisionTransformer, predictor: Predictor, target: Target | None = None
     ) -> None:
         super().__init__()
+        self.target = target or Features()
         positions = predictor.positions
-        if lowres and (positions.uncertain or isinstance(positions.table, nn.Parameter)):
-            raise ValueError("lowres is for certain sine-cosine positions")
-        self.target, self.norm_pixels, self.lowres = target, norm_pixels, lowres
+        learned = isinstance(positions.table, nn.Parameter)
+        if isinstance(self.target, HalfResolution) and (positions.uncertain or learned):
+            raise ValueError("half resolution is for certain sine-cosine positions")
         self.encoder = encoder
         self.predictor = predictor
         self.target_encoder = None
-        if target == "features":
+        if self.target.follows:
             self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
 
     def branch(self, name: Literal["target", "context"] = "target") -> VisionTransformer:
-        """The target encoder, which the papers evaluate, or the trained one: MAE has but one."""
+        """The target encoder, which the papers evaluate, or the trained one; MAE has one only."""
         return self.encoder if name == "context" else self.target_encoder or self.encoder
 
     def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, ...]:
-        """(predicted, target), both (M, B, K, T). What training calls, and the only thing.
+        """(predicted, target), both (M, B, K, T). The only thing that training calls.
 
-        With `lowres` four: then both again at half the resolution, (M, B, L, D).
+        Further pairs follow if the target has them.
         """
-        if self.lowres:
-            return self._at_both_scales(batch)
-        target = self.targets(batch.images, batch.targets)
-        return self.predict(batch.images, batch.context, batch.targets, noise), target
-
-    def _at_both_scales(self, batch: Batch) -> tuple[Tensor, ...]:
-        if batch.cells is None:
-            raise ValueError("lowres needs the cells of the targets, as masking.cells gives them")
-        context = self.encoder(batch.images, batch.context)
-        predicted = self.predictor(context, batch.context, batch.targets)
-        # The first patch of a cell is at its upper left: the centre is half a patch from it.
-        half = torch.full((2,), 0.5, device=batch.cells.device)
-        predicted_low = self.predictor(context, batch.context, batch.cells, moved_by=half)
-        # The four patches of a cell beside the targets, so that the image is encoded once.
-        side = self.encoder.side
-        four = [batch.cells + step for step in (0, 1, side, side + 1)]
-        both = self.targets(batch.images, torch.cat([batch.targets, *four], dim=-1))
-        sizes = [x.shape[-1] for x in (batch.targets, *four)]
-        target, *cell = both.split(sizes, dim=2)
-        cell = torch.stack(cell)  # (4, M, B, L, D)
-        low = cell.mean(dim=0) if self.lowres == "bilinear" else cell.amax(dim=0)
-        return predicted, target, predicted_low, low
+        return self.target.pairs(self, batch, _as_noise(noise))
 
     def predict(
         self,
@@ -108,31 +217,15 @@ class MaskedImageModel(nn.Module):
         target_index: Tensor,
         noise: Noise | Tensor | None = None,
     ) -> Tensor:
-        """What is predicted, (M, B, K, T). A bare tensor as `noise` is for the masked tokens."""
-        if isinstance(noise, Tensor):
-            noise = Noise(masked=noise)
+        """Predictions (M, B, K, T). A bare tensor as `noise` is for the masked tokens."""
         # s_x, (B, C, D); the decoder of MAE sees the class token too, I-JEPA has none
-        context = self.encoder(images, context_index, all_tokens=self.target == "pixels")
-        return self.predictor(context, context_index, target_index, noise)
+        context = self.encoder(images, context_index, all_tokens=self.target.class_token_seen)
+        return self.predictor(context, context_index, target_index, _as_noise(noise))
 
     @torch.no_grad()
     def targets(self, images: Tensor, target_index: Tensor) -> Tensor:
-        """What is to be predicted, (M, B, K, T).
-
-        EMA features, normed once more without affine; or pixels, normed patch by patch if wanted.
-        """
-        if self.target_encoder is None:
-            pixels = patchify(images, self.encoder.patch)  # (B, N, p * p * 3)
-            pixels = torch.stack([take(pixels, index) for index in target_index])
-            if not self.norm_pixels:
-                return pixels
-            # The variance is MAE's: unbiased, unlike that of F.layer_norm.
-            variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
-            return (pixels - mean) / (variance + 1e-6).sqrt()
-        features = self.target_encoder(images)  # (B, N, D): targets see the whole image
-        # eps is F.layer_norm's own 1e-5 here, not the model's 1e-6, as in the released code.
-        features = F.layer_norm(features, features.shape[-1:])
-        return torch.stack([take(features, index) for index in target_index])
+        """Targets (M, B, K, T) at the patches `target_index` (M, B, K)."""
+        return self.target.of(self.branch(), images, target_index)
 
     @torch.no_grad()
     def update_target(self, momentum: float | Tensor) -> None:
@@ -144,8 +237,8 @@ class MaskedImageModel(nn.Module):
         if not isinstance(momentum, Tensor):
             torch._foreach_lerp_(target, online, 1.0 - momentum)
             return
-        # That takes no weight which is on the device. With decay 1, SGD that climbs along the
-        # encoder does: target - w (target - encoder), in one pass over the memory.
+        # lerp takes no weight from the device; fused SGD (decay 1, maximize) computes the same EMA
+        # in one pass over memory: target - w (target - encoder).
         torch._fused_sgd_(
             target,
             online,
@@ -158,3 +251,19 @@ class MaskedImageModel(nn.Module):
             maximize=True,
             is_first_step=False,
         )
+
+    @property
+    def method(self) -> str:
+        """The name of the method: "I-JEPA + StoP"."""
+        return self.target.name + self.predictor.positions.method
+
+    def describe(self) -> str:
+        """A phrase for people: method, positions, targets, size of the predictor."""
+        positions, depth = self.predictor.positions, len(self.predictor.predictor_blocks)
+        size = f"width {positions.width}, depth {depth}"
+        said = (self.target.name, positions.describe(), self.target.describe(), size)
+        return ", ".join(filter(None, said))
+
+
+def _as_noise(noise: Noise | Tensor | None) -> Noise:
+    return Noise(masked=noise) if isinstance(noise, Tensor) else noise or Noise()

@@ -1,28 +1,42 @@
 """Where the predictor is told its tokens are. `StochasticPositions` is the paper's contribution.
 
+A kind of position owns everything that is said of it: how noise is drawn (`draw`), what a token
+receives (`forward`), how strong the noise is (`power`), its name in reports (`method`,
+`describe`), the note in exported files (`tag`), why it cannot be exported (`not_exportable`) and
+what changes during training (`at_step`).
+
 Shapes: B images, K tokens of a target block, C context tokens, N = side * side patches, D encoder
-width, P predictor width. `index` is int64 patch numbers in row-major order and may have any leading
+width, P predictor width. `index` holds int64 patch numbers in row-major order, with any leading
 dimensions.
+
+Longer than other files: the four kinds are read side by side.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stopmim.base import schedules
+
 Base = Literal["sincos", "learned"]
-Covariance = Literal["projected", "fixed", "conditioned"]
+Covariance = Literal["tied", "untied", "fixed", "conditioned"]
 Bias = Literal["mask_token", "project"]
 Tokens = Literal["masked", "context"]
 
-FLAT = 1e-6  # a variance per component below which context tokens count as all the same
+FLAT = 1e-6  # variance per component below which context tokens count as identical
 
 
 def _one_of(name: str, value: str, words: tuple[str, ...]) -> None:
     if value not in words:
         raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+
+
+def _check_variance(sigma: float) -> None:
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
 
 
 def sincos_2d(side: int, width: int) -> Tensor:
@@ -42,10 +56,10 @@ def _frequencies(width: int, device: torch.device | None = None) -> Tensor:
     return 1.0 / 10000**exponent
 
 
-def moved(psi: Tensor, by: Tensor) -> Tensor:
-    """Sine-cosine positions `psi` (..., P), as far down and to the right as `by` (..., 2) patches.
+def shifted(psi: Tensor, by: Tensor) -> Tensor:
+    """Sine-cosine positions `psi` (..., P), moved down and right by `by` (..., 2) patches.
 
-    By the addition theorem, from the table and not from coordinates: not moved is exactly `psi`.
+    Uses the addition theorem on the table instead of coordinates: a shift of 0 is exactly `psi`.
     """
     omega = _frequencies(psi.shape[-1], psi.device).to(psi.dtype)
     halves = []
@@ -70,7 +84,8 @@ class Positions(nn.Module):
 
     table: Tensor  # psi, (1, N, P)
     uncertain = False  # whether there is noise to draw
-    conditioned = False  # whether it is made from the context tokens
+    conditioned = False  # whether the noise is made from context tokens
+    untied = False  # whether the noise has a projection of its own instead of the context's A
 
     def __init__(
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
@@ -78,7 +93,7 @@ class Positions(nn.Module):
         super().__init__()
         _one_of("base", base, get_args(Base))
         _one_of("bias", bias, get_args(Bias))
-        self.side, self.width, self.bias = side, width, bias
+        self.side, self.width, self.base, self.bias = side, width, base, bias
         if base == "learned":
             self.table = nn.Parameter(0.02 * torch.randn(1, side * side, width))
         else:
@@ -90,14 +105,14 @@ class Positions(nn.Module):
     def mean(
         self, index: Tensor, tokens: Tokens = "masked", moved_by: Tensor | None = None
     ) -> Tensor:
-        """The position without noise, (..., P): psi_j, and m~ on masked tokens.
+        """The position without noise, (..., P): psi_j, plus m~ on masked tokens.
 
-        `moved_by` (..., 2) is how far down and to the right of the patch, for a sine-cosine table.
+        `moved_by` (..., 2) shifts it down and right of the patch, for a sine-cosine table.
         """
         _one_of("tokens", tokens, get_args(Tokens))
         token = self.table[0, index]
         if moved_by is not None:
-            token = moved(token, moved_by)
+            token = shifted(token, moved_by)
         if tokens == "masked" and self.bias == "mask_token":
             token = token + self.mask_token[0, 0]
         return token
@@ -123,20 +138,39 @@ class Positions(nn.Module):
         seen: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor | None:
-        """The noise of every token of `index`, for `forward`; there is none here.
+        """Noise for every token of `index`, as `forward` takes it; None without uncertainty.
 
-        In `dtype` where that is a draw of float32, rounded; else in float32.
+        `seen` is the number of context tokens. The result has `dtype` if that is exactly a float32
+        draw rounded, else float32.
         """
         return None
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
-        """Mean square length of what the noise adds to a position, with A (P, D) as it is now."""
+        """Mean squared length that noise adds to a position, for the current A (P, D)."""
         return self.table.new_zeros(())
 
+    def at_step(self, step: int, steps_per_epoch: int) -> None:
+        """Takes the values of update number `step` (from 0), if anything changes over a run."""
 
-def _is_variance(sigma: float) -> None:
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"sigma is a variance and must be finite and >= 0, got {sigma}")
+    # What is said of it.
+
+    @property
+    def method(self) -> str:
+        """What it adds to the name of a method: "I-JEPA" + this."""
+        return " with learned positions" if self.base == "learned" else ""
+
+    def describe(self) -> str:
+        """A phrase for people."""
+        return "learned positions" if self.base == "learned" else "certain positions"
+
+    def tag(self) -> dict[str, Any]:
+        """What the weights alone do not say, for exported files; read by `build.from_tag`."""
+        return {"positions": self.base, "bias": self.bias}
+
+    @property
+    def not_exportable(self) -> str:
+        """What has no place in the layouts of I-JEPA and MAE; "" if it fits."""
+        return "learned positions" if self.base == "learned" else ""
 
 
 class StochasticPositions(Positions):
@@ -146,19 +180,22 @@ class StochasticPositions(Positions):
     The released code passes its 0.25 as a standard deviation, which is sigma = 0.0625 here.
 
     ``A`` is the matrix that brings encoder features to the predictor, handed in by the caller as
-    `project` so that the tie can be seen where it is made. A free ``A`` would shrink to zero, which
+    `project` so that the tie is visible where it is made. A free ``A`` would shrink to zero, which
     is plain I-JEPA again; tied, it cannot, because the context tokens need it.
 
     Args:
         side, width, base: see `Positions`.
         sigma: variance of each component of n_j.
-        covariance: "projected" is sigma A A^T; "fixed" is sigma I, the paper's ablation, with the
-            noise drawn in the width of the predictor and no projection. "conditioned" makes the
-            noise from the image, which the paper leaves for future work; see `_mixture`.
+        covariance: "tied" (also called "projected") is sigma A A^T with the A of the context;
+            "untied" is the same with another matrix in `project`, the paper's collapse; "fixed" is
+            sigma I, the paper's ablation, with noise drawn in the width of the predictor and no
+            projection; "conditioned" makes the noise from the image, which the paper leaves for
+            future work: see `_mixture`.
         bias: "mask_token" is the paper: the bias of `project` never touches the noise, m~ is a
-            parameter of its own. "project" is the released code: the bias of `project` takes the
-            place of m~, and there is noise in evaluation too.
-        share: chance of a token to be at an uncertain place; the others are told theirs exactly.
+            parameter of its own. "project" is the released code: the bias of `project` replaces
+            m~, and there is noise in evaluation too.
+        share: probability that the place of a token is uncertain; the other tokens know theirs.
+        ramp: epochs over which sigma grows linearly from 0; 0 starts with the full value.
     """
 
     uncertain = True
@@ -170,17 +207,20 @@ class StochasticPositions(Positions):
         sigma: float,
         *,
         base: Base = "sincos",
-        covariance: Covariance = "projected",
+        covariance: Covariance | Literal["projected"] = "tied",
         bias: Bias = "mask_token",
         share: float = 1.0,
+        ramp: float = 0.0,
     ) -> None:
         super().__init__(side, width, base=base, bias=bias)
-        _one_of("covariance", covariance, get_args(Covariance))
-        _is_variance(sigma)
+        _one_of("covariance", covariance, (*get_args(Covariance), "projected"))
+        _check_variance(sigma)
         if not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
-        self.sigma, self.covariance, self.share = sigma, covariance, share
+        self.covariance: Covariance = "tied" if covariance == "projected" else covariance
+        self.sigma, self.share, self.ramp, self.final_sigma = sigma, share, ramp, sigma
         self.conditioned = covariance == "conditioned"
+        self.untied = covariance == "untied"
 
     def draw(
         self,
@@ -193,18 +233,17 @@ class StochasticPositions(Positions):
     ) -> Tensor:
         """n_j for every token of `index`, already scaled by sqrt(sigma): (..., D).
 
-        (..., P) for ``covariance="fixed"``. For "conditioned" e_j, (..., C): the weights of the
-        `seen` context tokens in n_j.
+        (..., P) for ``covariance="fixed"``. For "conditioned" it is e_j, (..., C): the weights of
+        the `seen` context tokens in n_j.
         """
         width, variance = project.in_features, self.sigma
         if self.covariance == "fixed":
             width = self.width
         elif self.conditioned:
             width, variance = seen, self.sigma / max(1, seen)
-        shape = (*index.shape, width)
-        # A GPU draws in float32 and rounds. A CPU draws in the few bits of a bfloat16.
+        # A GPU draws in float32 and rounds to `dtype`; a CPU would draw with bfloat16's few bits.
         drawn = dtype if index.is_cuda else torch.float32
-        noise = torch.empty(shape, device=index.device, dtype=drawn)
+        noise = torch.empty((*index.shape, width), device=index.device, dtype=drawn)
         noise.normal_(0.0, math.sqrt(variance), generator=generator)
         if self.share < 1:
             chance = torch.rand(index.shape, generator=generator, device=index.device)
@@ -234,10 +273,10 @@ class StochasticPositions(Positions):
 
         Args:
             project: the caller's linear layer A, from D to P.
-            generator: the source of the draw; the default generator without it.
+            generator: source of the draw; the default generator without it.
             noise: replaces the draw; as `draw` returns it.
             tokens: "context" leaves out m~, for context tokens at uncertain places.
-            context: the features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
+            context: features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
                 last dimensions of `index` are then (B, K).
         """
         if project is None:
@@ -256,21 +295,43 @@ class StochasticPositions(Positions):
         bias = project.bias if self.bias == "project" else None
         return token + F.linear(noise, project.weight, bias)  # (..., D) -> (..., P)
 
+    def at_step(self, step: int, steps_per_epoch: int) -> None:
+        if ramp := int(self.ramp * steps_per_epoch):
+            self.sigma = schedules.linear(step, total=ramp, start=0.0, final=self.final_sigma)
+
+    @property
+    def method(self) -> str:
+        return " + StoP"
+
+    def describe(self) -> str:
+        released = " as released (no mask token)" if self.bias == "project" else ""
+        return f"StoP{released}, sigma {self.sigma:g} (a variance), {self.covariance} covariance"
+
+    def tag(self) -> dict[str, Any]:
+        noise = {"positions": "stochastic", "sigma": self.sigma, "share": self.share}
+        return super().tag() | noise
+
+    @property
+    def not_exportable(self) -> str:
+        kinds = {"untied": "untied noise", "tied": ""}
+        own = kinds.get(self.covariance, f"a {self.covariance} covariance")
+        return own or super().not_exportable
+
 
 def _mixture(context: Tensor | None) -> Tensor:
-    """What noise conditioned on context tokens s_i is mixed from, (B, C, D).
+    """Directions (B, C, D) that noise conditioned on context tokens s_i is mixed from.
 
     ``n_j = sum_i e_ji (s_i - mean s) sqrt(D / tr C_s)`` with ``e_ji ~ N(0, sigma / C)``: a Gaussian
-    with the covariance C_s of the context tokens of this very image, brought to the total variance
+    with the covariance C_s of the context tokens of this very image, scaled to the total variance
     sigma D that n_j has in StoP, so that sigma means the same.
 
     No A can make it collapse. Behind A it is ``Sigma = sigma D / tr C_s * A C_s A^T``, in a fixed
-    ratio to the covariance ``A C_s A^T`` of the projected tokens: what lowers the noise lowers what
-    is seen of the context by the same factor, in every direction. Isotropic noise leaves a way out:
-    an A that keeps the directions in which tokens differ most, and drops the noise of all others.
-    And no gradient reaches the encoder through the noise: the tokens are detached. What is left is
-    left in StoP as well: features on a larger scale with a smaller A. Where all tokens are the
-    same, or there is one, there is no noise.
+    ratio to the covariance ``A C_s A^T`` of the projected tokens: whatever lowers the noise lowers
+    the visible context by the same factor, in every direction. Isotropic noise leaves a way out:
+    an A that keeps the directions in which tokens differ most and drops the noise of all others.
+    No gradient reaches the encoder through the noise: the tokens are detached. One way out remains,
+    as in StoP: features on a larger scale with a smaller A. Where all tokens are the same, or there
+    is only one, there is no noise.
     """
     if context is None:
         raise ValueError("conditioned noise is made from context tokens: none were given")
@@ -283,7 +344,7 @@ def _mixture(context: Tensor | None) -> Tensor:
 class JitteredPositions(Positions):
     """Tokens moved at random: ``psi(row + e1, col + e2) + m~`` with ``e ~ N(0, sigma)`` in patches.
 
-    The plain rival of StoP: uncertain places without anything that is learned.
+    The plain rival of StoP: uncertain places without anything learned.
 
     Args:
         side, width, bias: see `Positions`; the table is sine-cosine, which has values in between.
@@ -294,7 +355,7 @@ class JitteredPositions(Positions):
 
     def __init__(self, side: int, width: int, sigma: float, *, bias: Bias = "mask_token") -> None:
         super().__init__(side, width, bias=bias)
-        _is_variance(sigma)
+        _check_variance(sigma)
         self.sigma = sigma
 
     def draw(
@@ -306,11 +367,9 @@ class JitteredPositions(Positions):
         seen: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """How far each token of `index` is moved, down and to the right: (..., 2), float32."""
-        shape = (*index.shape, 2)
-        return torch.randn(shape, generator=generator, device=index.device).mul_(
-            math.sqrt(self.sigma)
-        )
+        """Shift of each token of `index`, down and right: (..., 2), float32."""
+        shift = torch.randn((*index.shape, 2), generator=generator, device=index.device)
+        return shift.mul_(math.sqrt(self.sigma))
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         # E|exp(i w (x + e)) - exp(i w x)|^2 = 2 - 2 exp(-w^2 sigma / 2), for rows and for columns.
@@ -331,3 +390,17 @@ class JitteredPositions(Positions):
         if noise is None and self.training:
             noise = self.draw(index, generator=generator)
         return self.mean(index, tokens, noise)
+
+    @property
+    def method(self) -> str:
+        return " with jittered positions"
+
+    def describe(self) -> str:
+        return f"jittered positions, sigma {self.sigma:g} patches squared"
+
+    def tag(self) -> dict[str, Any]:
+        return super().tag() | {"positions": "jitter", "sigma": self.sigma}
+
+    @property
+    def not_exportable(self) -> str:
+        return "jittered positions"

@@ -1,23 +1,25 @@
-"""The predictor g: from what is seen, and where to look, to what the masked patches hold.
+"""The predictor g: from visible features and places to features of the masked patches.
 
 Shapes: B images, C context tokens, M target blocks of K tokens, D encoder width, P own width, T
 numbers predicted per patch: D features, or its pixels.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.method.encoder import EPS, Block, initialise, through
-from stopmim.method.positions import Positions
+from stopmim.method.positions import Positions, Tokens
 
-# I-JEPA keeps these at the top of its predictor; here they belong to `positions`.
+# I-JEPA keeps these at the top level of its predictor; here they belong to `positions`.
 _RELEASED_NAMES = {
     "positions.table": "predictor_pos_embed",
     "positions.mask_token": "mask_token",
 }
+
+Noisy = Literal["masked", "context", "both"]
 
 
 class Noise(NamedTuple):
@@ -26,17 +28,19 @@ class Noise(NamedTuple):
     masked: Tensor | None = None  # (M, B, K, D) for StoP
     context: Tensor | None = None  # (B, C, D)
 
+    def zeros(self) -> "Noise":
+        """The same shapes without any noise: every token at its mean position."""
+        return Noise(*(None if x is None else torch.zeros_like(x) for x in self))
+
 
 class Predictor(nn.Module):
     """A narrow transformer over context and masked tokens.
 
     Args:
-        positions: what is told about places; `Positions` is I-JEPA, `StochasticPositions` is StoP.
+        positions: how places are told; `Positions` is I-JEPA, `StochasticPositions` is StoP.
         encoder_width: D.
         noisy: the tokens whose positions are stochastic; the paper's choice is "masked".
-        tied: A projects the context and the noise. False gives the noise a matrix of its own,
-            which then shrinks to nothing: the paper's collapse.
-        outputs: T; as many as the encoder is wide without it.
+        outputs: T; the encoder width by default.
     """
 
     recompute = False  # as VisionTransformer.recompute
@@ -49,8 +53,7 @@ class Predictor(nn.Module):
         heads: int,
         mlp_ratio: float = 4.0,
         *,
-        noisy: Literal["masked", "context", "both"] = "masked",
-        tied: bool = True,
+        noisy: Noisy = "masked",
         outputs: int | None = None,
     ) -> None:
         super().__init__()
@@ -59,8 +62,11 @@ class Predictor(nn.Module):
         width = positions.width
         if width % heads:
             raise ValueError(f"predictor width {width} is not divisible by {heads} heads")
+        self.noisy = noisy
         self.predictor_embed = nn.Linear(encoder_width, width)  # A, and a bias for the context
-        self.noise_embed = None if tied else nn.Linear(encoder_width, width, bias=False)
+        # Untied noise has a matrix of its own, which then shrinks to nothing: the paper's collapse.
+        own = positions.untied
+        self.noise_embed = nn.Linear(encoder_width, width, bias=False) if own else None
         self.predictor_blocks = nn.ModuleList(Block(width, heads, mlp_ratio) for _ in range(depth))
         self.predictor_norm = nn.LayerNorm(width, eps=EPS)
         self.predictor_proj = nn.Linear(width, outputs or encoder_width)
@@ -83,18 +89,16 @@ class Predictor(nn.Module):
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Noise:
-        """The noise of one batch, drawn outside of `forward` (a generator breaks a compiled graph).
+        """Draws the noise of one batch, outside `forward`: a generator breaks a compiled graph.
 
         `context_index` is (B, C), `target_index` (M, B, K). `dtype` as in `Positions.draw`.
         """
         masked = context = None
+        layer, seen = self.noise_layer, context_index.shape[1]
         if self.noisy_masked:
-            seen = context_index.shape[1]
-            masked = self.positions.draw(
-                target_index, self.noise_layer, generator, seen=seen, dtype=dtype
-            )
+            masked = self.positions.draw(target_index, layer, generator, seen=seen, dtype=dtype)
         if self.noisy_context:
-            context = self.positions.draw(context_index, self.noise_layer, generator, dtype=dtype)
+            context = self.positions.draw(context_index, layer, generator, dtype=dtype)
         return Noise(masked, context)
 
     def forward(
@@ -105,25 +109,20 @@ class Predictor(nn.Module):
         noise: Noise | None = None,
         moved_by: Tensor | None = None,
     ) -> Tensor:
-        """What is predicted, (M, B, K, T), of the patches `target_index` (M, B, K).
+        """Predictions (M, B, K, T) for the patches `target_index` (M, B, K).
 
-        The blocks are predicted independently: each sees the context (B, C, D) and itself alone.
-        A context of more tokens than `context_index` (B, C) has those of no place first (MAE's
-        class token), whose position is zeros. `moved_by` (2,) asks for places that far down and to
-        the right of the patches, if certain.
+        The blocks are predicted independently: each sees the context (B, C, D) and itself only.
+        Context tokens beyond `context_index` (B, C) come first and have no place (MAE's class
+        token): their position is zero. `moved_by` (2,) asks for places that far down and right of
+        the patches, for certain positions.
         """
         noise = noise or Noise()
-        for tokens, given, noisy in (
-            ("masked", noise.masked, self.noisy_masked),
-            ("context", noise.context, self.noisy_context),
-        ):
-            if given is not None and not noisy:
-                raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
+        self._check(noise)
         blocks, batch, _ = target_index.shape
         places = self._positions(context_index, noise.context, "context", self.noisy_context)
         if placeless := context.shape[1] - context_index.shape[1]:
-            places = F.pad(places, (0, 0, placeless, 0))
-        c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i
+            places = F.pad(places, (0, 0, placeless, 0))  # zeros before the first token
+        c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i, (B, C, P)
         if moved_by is None:
             seen = context[:, placeless:]
             m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, seen)
@@ -133,21 +132,33 @@ class Predictor(nn.Module):
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         *before, last = self.predictor_blocks
         x = through(before, x, self.recompute and torch.is_grad_enabled())
-        x = last(x, first=c.shape[1])  # masked tokens only: nobody asks for the others
+        x = last(x, first=c.shape[1])  # masked tokens only: the others are not needed any more
         x = self.predictor_proj(self.predictor_norm(x))
         return x.unflatten(0, (blocks, batch))
+
+    def _check(self, noise: Noise) -> None:
+        """Refuses noise for tokens that are certain of their place."""
+        for tokens, noisy in (("masked", self.noisy_masked), ("context", self.noisy_context)):
+            if getattr(noise, tokens) is not None and not noisy:
+                raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
 
     def _positions(
         self,
         index: Tensor,
         noise: Tensor | None,
-        tokens: Literal["masked", "context"],
+        tokens: Tokens,
         noisy: bool,
         context: Tensor | None = None,
     ) -> Tensor:
         if not noisy:
             return self.positions.mean(index, tokens)
         return self.positions(index, self.noise_layer, noise=noise, tokens=tokens, context=context)
+
+    def tag(self) -> dict[str, Any]:
+        """What the weights alone do not say, for exported files; read by `build.from_tag`."""
+        heads = cast(Any, self.predictor_blocks[0]).attn.heads
+        noisy = self.noisy if self.positions.uncertain else "masked"
+        return self.positions.tag() | {"tokens": noisy, "heads": heads}
 
 
 def _to_released_names(module: nn.Module, state: Any, prefix: str, _: Any) -> None:

@@ -1,25 +1,20 @@
-"""Pretraining: build, resume, loop. One update, and the loss, are in update.py.
+"""Pretraining: build, resume, and the loop. One update is step.py, its inputs are draws.py.
 
 Every random number of step `i` is keyed by (seed, i), and every schedule is a function of `i`, so a
-run that was killed and started again is the run that was not.
-
-Shapes: B images of a part, M target blocks of K patches, L cells of 2x2 patches.
+run that was killed and resumed equals one that was not.
 """
 
 import contextlib
 import math
 import time
 import traceback
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stopmim._version import __version__
-from stopmim.base import schedules
 from stopmim.base.console import Ticker, say, warn
 from stopmim.base.errors import (
     CheckpointError,
@@ -29,88 +24,31 @@ from stopmim.base.errors import (
     UserError,
 )
 from stopmim.base.faults import faultpoint
-from stopmim.base.random_keys import torch_generator
 from stopmim.base.signals import signals
-from stopmim.config.schema import Config, PositionsConfig, flatten
-from stopmim.data.crops import AUGMENT, normalise
+from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images, source_of
+from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every, probe
-from stopmim.method import masks as masking
-from stopmim.method.build import build, configure, draw_masks, find_cells
-from stopmim.method.model import Batch, MaskedImageModel
-from stopmim.method.positions import Positions, StochasticPositions
-from stopmim.method.predictor import Noise, Predictor
+from stopmim.method.build import build, configure
+from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
 from stopmim.train.distributed import World, agree, is_broken, joined, spread
+from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
-from stopmim.train.optimizer import adamw, rates
-from stopmim.train.step import Undrawn, updater
+from stopmim.train.optimizer import adamw
+from stopmim.train.rates import Rates, rates
+from stopmim.train.step import Step, build_step
 from stopmim.weights.load import start
 
-NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key
-SLOW = 0.5  # seconds; of longer updates each is a chance to hear of a signal another rank received
-
-
-def every(step: int, n: int) -> bool:
-    """Whether something done every `n` updates is due after update number `step` (from 1)."""
-    return step % n == 0
-
-
-# ------------------------------------------------------------------------------ one batch
-
-
-def draw_noise(
-    predictor: Predictor,
-    masks: masking.Masks,
-    part: slice,
-    config: Config,
-    step: int,
-    dtype: torch.dtype,
-) -> Noise:
-    """The noise of one part of the batch of `step`, in the dtype it will be multiplied in.
-
-    Drawn chunk by chunk of the whole batch, so that it does not depend on how the batch is cut.
-    """
-    size, device = config.optim.batch_size, masks.targets.device
-    of_masked: list[Tensor] = []
-    of_context: list[Tensor] = []
-    for chunk in range(part.start // NOISE_CHUNK, math.ceil(part.stop / NOISE_CHUNK)):
-        first, last = chunk * NOISE_CHUNK, min((chunk + 1) * NOISE_CHUNK, size)
-        generator = torch_generator("noise", config.seed, step, chunk, device=device)
-        # Only the shapes matter: the whole chunk is drawn, also where another part has its images.
-        context = masks.context[:1].expand(last - first, -1)
-        targets = masks.targets[:, :1].expand(-1, last - first, -1)
-        noise = predictor.draw(context, targets, generator, dtype)
-        own = slice(max(first, part.start) - first, min(last, part.stop) - first)
-        if noise.masked is not None:
-            of_masked.append(noise.masked[:, own])
-        if noise.context is not None:
-            of_context.append(noise.context[own])
-    # Put together first and rounded then, if at all: a kernel less for every chunk.
-    return Noise(
-        torch.cat(of_masked, dim=1).to(dtype) if of_masked else None,
-        torch.cat(of_context).to(dtype) if of_context else None,
-    )
-
-
-def set_sigma(
-    positions: Positions, config: PositionsConfig, step: int, steps_per_epoch: int
-) -> None:
-    """Gives `positions` the sigma of update number `step`, which ``positions.ramp`` lets grow."""
-    ramp = int(config.ramp * steps_per_epoch)
-    if ramp and config.sigma is not None and isinstance(positions, StochasticPositions):
-        positions.sigma = schedules.linear(step, total=ramp, start=0.0, final=config.sigma)
-
-
-# ------------------------------------------------------------------------------ a whole run
+SLOW = 0.5  # seconds per update; above this, ranks poll for signals at every step
 
 
 def pretrain(
@@ -121,12 +59,12 @@ def pretrain(
     stop_at: int | None = None,
     **overrides: Any,
 ) -> Run:
-    """Trains an encoder on unlabelled images, or goes on with the run that is in `out`.
+    """Trains an encoder on unlabelled images, or resumes the run in `out`.
 
     Args:
         data: a folder or another source of images (docs/data.md), or any `stopmim.data.Images`.
-        out: the run directory; see run.py for what it will hold.
-        preset: a name from `stopmim.config.presets`, a YAML file, or a Config.
+        out: the run directory; runs/run.py lists its contents.
+        preset: a name from `stopmim.presets`, a YAML file, or a Config.
         stop_at: ends after this many updates, as an interruption would; for tests and trials.
         overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
     """
@@ -140,7 +78,7 @@ def pretrain(
                 images = open_images(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
-                _train(images, source, path, config, stop_at, world)
+                train(images, source, path, config, stop_at, world)
             except UserError:
                 raise
             except torch.OutOfMemoryError as error:
@@ -154,22 +92,118 @@ def pretrain(
     return Run(path)
 
 
-def _train(
+def train(
     images: Images, source: str, path: Path, config: Config, stop_at: int | None, world: World
 ) -> None:
-    ### What the run needs
-    runtime, optim = config.runtime, config.optim
-    flat = dict(flatten(config.model_dump(mode="json")))
-    states = world.gather(git_state())
-    known = next((state for state in states if state is not None), None)
-    # A rank without git, or with one that took too long, cannot say that it has other code.
-    code = {"version": __version__, "git state": states[world.rank] or known}
-    agree(world, flat | code | {"data": images.fingerprint})
+    """Sets up or resumes a run, and makes its updates."""
+    run = _set_up(images, source, path, config, world)
+    step, total, device, runtime = run.step, run.total, run.device, config.runtime
+    if step >= total:
+        say(f"{path}: finished, all {total} updates are done")
+        return
+    if stop_at is not None and step >= stop_at:
+        return
+    parts = shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size)
+    batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
+    update = run.update
+    beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
+    bad_files = BadFiles(path, len(images), config.data.max_bad)
+    draws = Draws(run.model, config, batches, parts, bad_files, amp=run.amp, beside=beside)
+    run.model.train()
+    with (
+        mirror(runtime.mirror if world.first else "none", path, step) as show,
+        signals() as received,
+        Ticker("pretrain", total, step) as ticker,
+    ):
+        clock, slow = _Clock(step), False
+        while step < total:
+            ### One update
+            now = rates(config.optim, step, run.per_epoch)
+            run.model.predictor.positions.at_step(step, run.per_epoch)
+            values = update(draws.at(step), now)
+            step += 1
+            faultpoint("step.end")
+
+            ### What is due after it
+            examine = run.health is not None and (step % run.health_every == 0 or step == total)
+            log = step == 1 or step % runtime.log_every == 0 or step == total or examine
+            save = step % run.save_every == 0 or step in (total, stop_at)
+            number = 0  # of a signal that any rank received
+            # Gathering synchronises all ranks. But launchers wait only half a minute for a run
+            # that was told to end: too short for many slow updates.
+            if log or save or slow or world.size == 1:
+                news = world.gather((received[:1], draws.bad, clock.seconds))
+                number = max((n for numbers, _, _ in news for n in numbers), default=0)
+                slow = max(seconds for _, _, seconds in news) > SLOW
+                if world.first:
+                    bad_files.add([entry for _, found, _ in news for entry in found], usable=True)
+                draws.bad.clear()
+            save |= number > 0
+            # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
+            if (log or save or device.type == "cpu") and bool(run.plain.broken):
+                raise _not_finite(path, step + 1 - int(run.plain.broken))
+            if log:
+                line: dict[str, Any] = {"step": step, "epoch": step / run.per_epoch}
+                line |= _logged(run.model, now)
+                # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
+                seen = {name: float(value) for name, value in values.items()}
+                line |= {name: value for name, value in seen.items() if math.isfinite(value)}
+                line |= _norms(run.model) | clock.read(step, config.optim.batch_size)
+                line |= _peak_memory(device)
+                line |= run.health.measure(run.model) if run.health and examine else {}
+                line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
+                if world.first:
+                    run.metrics.write(line)
+                    show(line)
+                if verdict := run.watch.see(line):
+                    say(verdict)
+                ticker.update(
+                    step,
+                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {seen['target_std']:.3f}"
+                    f"  {line['images_per_s']:.0f} img/s",
+                )
+            if save:
+                run.saver.save(step, final=step in (total, stop_at) or number > 0)
+            if number and step < total:
+                world.gather(None)  # a rank that leaves before rank 0 has saved gets it killed
+                raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
+            if step == stop_at:
+                return
+    if n_bad := len(bad_files.names):
+        say(f"{bad_files.path}: {n_bad} of {len(images)} images were unreadable, and replaced")
+
+
+# ------------------------------------------------------------------------------ setting up
+
+
+@dataclass
+class _Training:
+    """A run that is ready for its next update."""
+
+    model: MaskedImageModel
+    update: Step | CudaGraphs
+    plain: Step  # the same update, if it is recorded
+    device: torch.device
+    amp: torch.dtype | None
+    per_epoch: int  # updates
+    total: int
+    save_every: int
+    health: Health | None
+    health_every: int
+    untrained: dict[str, float] | None  # health of the untrained network, measured by a first start
+    saver: checkpoint.Saver
+    watch: Watch
+    step: int  # updates that are done
+    metrics: Metrics = field(init=False)  # on rank 0 only
+
+
+def _set_up(images: Images, source: str, path: Path, config: Config, world: World) -> _Training:
+    """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
+    runtime = config.runtime
+    _agree(config, images, world)
     device = choose_device(runtime.device, world.local_rank)
     amp = choose_precision(runtime.precision, device)
     per_epoch = steps_per_epoch(images, config)
-    total = optim.epochs * per_epoch
-    parts = shares(optim.batch_size, runtime.accumulate, world.rank, world.size)
     set_threads(path, runtime.threads)
     model = start(build(config), config, path).to(device)  # a bad --init leaves no run behind
     if world.first:
@@ -178,121 +212,47 @@ def _train(
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
     health_every = due_every(config)
     health = Health(probe(images, config), device, amp) if health_every else None
-    # While the model is in one piece: the first who calls a sharded one has to call all of it.
-    begins = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
-    untrained = health.measure(model) if health and begins else None
-    everywhere = spread(model, world, runtime.parallel)
-    optimizer = adamw(model, optim)
-    scaler = torch.amp.GradScaler(device.type) if amp == torch.float16 else None
-
-    ### Where it stands
-    step = _resume(path, model, optimizer, scaler, runtime.keep, world)
-    if world.first:
-        metrics = Metrics(path, step)
-    bad_files = BadFiles(path, len(images), config.data.max_bad)
-    if step >= total:
-        say(f"{path}: finished, all {total} updates are done")
-        return
-    if stop_at is not None and step >= stop_at:
-        return
-    batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
-    broken = torch.zeros((), device=device)
-    update = updater(
-        model,
-        optimizer,
-        config,
-        device,
-        n_parts=len(parts),
-        broken=broken,
-        scaler=scaler,
-        world=world,
-        spread=everywhere,
+    # Measured before sharding: the first call of a sharded model must be its forward pass.
+    fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
+    untrained = health.measure(model) if health and fresh else None
+    wrapped = spread(model, world, runtime.parallel)
+    optimizer = adamw(model, config.optim)
+    n_parts = len(shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size))
+    update = build_step(
+        model, optimizer, config, device, n_parts=n_parts, world=world, wrapped=wrapped
     )
-    saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
-    save_every = runtime.save_every or per_epoch
-    bad: list[tuple[str, str]] = []  # unreadable images since rank 0 was last told
-    model.train()
-    watch = Watch(Run(path).metrics)
+    plain = update.function if isinstance(update, CudaGraphs) else update
+    assert isinstance(plain, Step)
+    step = _resume(path, model, optimizer, plain.scaler, runtime.keep, world)
+    training = _Training(
+        model=model,
+        update=update,
+        plain=plain,
+        device=device,
+        amp=amp,
+        per_epoch=per_epoch,
+        total=config.optim.epochs * per_epoch,
+        save_every=runtime.save_every or per_epoch,
+        health=health,
+        health_every=health_every,
+        untrained=untrained,
+        saver=checkpoint.Saver(path, model, optimizer, plain.scaler, config, writes=world.first),
+        watch=Watch(Run(path).metrics),
+        step=step,
+    )
+    if world.first:
+        training.metrics = Metrics(path, step)
+    return training
 
-    def prepared() -> Iterator[Undrawn]:
-        """What the update of this step is made from, part by part, when its turn comes."""
-        for part, masks in zip(parts, draw_masks(config, step, parts, device), strict=True):
-            loaded = next(batches)
-            bad.extend(loaded.bad)
-            if not loaded.images.numel():
-                bad_files.add(bad, usable=False)
-            pixels = loaded.images.to(device, non_blocking=True)
-            if change := AUGMENT.get(config.data.augmentation or "crop"):
-                pixels = change(pixels, loaded.augmentation.to(device, non_blocking=True))
-            cells = find_cells(config, step, masks.targets)
-            of_part = (model.predictor, masks, part, config, step, amp or torch.float32)
-            yield Batch(normalise(pixels), *masks, cells), partial(draw_noise, *of_part)
 
-    ### The loop
-    with (
-        mirror(runtime.mirror if world.first else "none", path, step) as show,
-        signals() as received,
-        Ticker("pretrain", total, step) as ticker,
-    ):
-        clock, slow = _Clock(step), False
-        while step < total:
-            now = rates(optim, step, per_epoch)
-            set_sigma(model.predictor.positions, config.positions, step, per_epoch)
-            values = update(prepared(), now)
-            step += 1
-            faultpoint("step.end")
-            examine = health is not None and (every(step, health_every) or step == total)
-            log = step == 1 or every(step, runtime.log_every) or step == total or examine
-            save = every(step, save_every) or step in (total, stop_at)
-            number = 0  # of a signal that any rank received
-            # To ask the others makes all wait. But launchers that told a run to end wait for it
-            # half a minute: no time for many updates that are long.
-            if log or save or slow or world.size == 1:
-                told = world.gather((received[:1], bad, clock.seconds))
-                number = max((n for numbers, _, _ in told for n in numbers), default=0)
-                slow = max(seconds for _, _, seconds in told) > SLOW
-                if world.first:
-                    bad_files.add([entry for _, found, _ in told for entry in found], usable=True)
-                bad.clear()
-            save |= number > 0
-            # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
-            if (log or save or device.type == "cpu") and bool(broken):
-                raise NonFiniteError(
-                    f"{path}: the loss or its gradient is not finite at step "
-                    f"{step + 1 - int(broken)}, no update was made from it; lower --optim.lr, set "
-                    f"--optim.clip_grad 1, or use --runtime.precision fp32"
-                )
-            if log:
-                line = {"step": step, "epoch": step / per_epoch, **now._asdict()}
-                # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
-                seen = {name: float(value) for name, value in values.items()}
-                line |= {name: value for name, value in seen.items() if math.isfinite(value)}
-                if config.target == "pixels":
-                    del line["momentum"]  # of nothing
-                line |= _norms(model) | clock.read(step, optim.batch_size) | _peak_memory(device)
-                line |= health.measure(model) if health and examine else {}
-                line |= {"random_init": untrained} if step == 1 and untrained else {}
-                if world.first:
-                    metrics.write(line)
-                    show(line)
-                if news := watch.see(line):
-                    say(news)
-                ticker.update(
-                    step,
-                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {seen['target_std']:.3f}"
-                    f"  {line['images_per_s']:.0f} img/s",
-                )
-            if save:
-                saver.save(step, final=step in (total, stop_at) or number > 0)
-            if number and step < total:
-                world.gather(
-                    None
-                )  # who leaves before rank 0 has saved has it killed by the launcher
-                raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
-            if step == stop_at:
-                return
-    if n_bad := len(bad_files.names):
-        say(f"{bad_files.path}: {n_bad} of {len(images)} images were unreadable, and replaced")
+def _agree(config: Config, images: Images, world: World) -> None:
+    """Refuses ranks with another config, other code or other images."""
+    states = world.gather(git_state())
+    known = next((state for state in states if state is not None), None)
+    # A rank without git, or with one that took too long, cannot say that it has other code.
+    code = {"version": __version__, "git state": states[world.rank] or known}
+    flat = dict(flatten(config.model_dump(mode="json")))
+    agree(world, flat | code | {"data": images.fingerprint})
 
 
 def _resume(
@@ -306,12 +266,12 @@ def _resume(
     """Loads the newest checkpoint that verifies and returns its step; 0 if there is none."""
     newest, damaged = world.gather(checkpoint.latest(path) if world.first else None)[0]
     for problem in damaged:
-        warn(f"{problem}; passed over")
+        warn(f"{problem}; skipped")
     if newest is None:
         if damaged:
             raise CheckpointError(
                 f"{path}: none of its {len(damaged)} checkpoints is intact; "
-                f"remove them to start again from nothing, or choose another --out"
+                f"remove them to start from scratch, or choose another --out"
             )
         return 0
     about = checkpoint.state(newest)
@@ -323,6 +283,16 @@ def _resume(
         scaler.load_state_dict(about["scaler"])
     say(f"{path}: resumes at step {about['step']}")
     return about["step"]
+
+
+# ------------------------------------------------------------------------------ logging and ending
+
+
+def _not_finite(path: Path, step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"{path}: the loss or its gradient is not finite at step {step}, no update was made from "
+        f"it; lower --optim.lr, set --optim.clip_grad 1, or use --runtime.precision fp32"
+    )
 
 
 def _out_of_memory(config: Config, ranks: int, error: Exception) -> ResourceError:
@@ -340,7 +310,7 @@ class _Clock:
 
     def __init__(self, step: int) -> None:
         self.step, self.time = step, time.monotonic()
-        self.seconds = 0.0  # of an update, when it was last read
+        self.seconds = 0.0  # per update, when it was last read
 
     def read(self, step: int, batch_size: int) -> dict[str, float]:
         now = time.monotonic()
@@ -349,8 +319,16 @@ class _Clock:
         return {"images_per_s": batch_size / self.seconds}
 
 
+def _logged(model: MaskedImageModel, now: Rates[float]) -> dict[str, float]:
+    """Rates of an update; without a target encoder there is no momentum."""
+    line = now._asdict()
+    if not model.target.follows:
+        del line["momentum"]
+    return line
+
+
 def _peak_memory(device: torch.device) -> dict[str, float]:
-    """Of a GPU, so far: what tensors took at once, and what torch holds of it."""
+    """Peak memory of a GPU so far: allocated by tensors, and reserved by torch."""
     if device.type != "cuda":
         return {}
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

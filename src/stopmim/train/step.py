@@ -1,264 +1,142 @@
 """One update: the loss, its gradients, AdamW, the target encoder.
 
-`train_step` is the update as everybody writes it. `recordable_step` is the same with rates that are
-tensors, for recorded.py to record; `updater` takes it where it can.
-
 Shapes: B images of a part, M target blocks of K patches, T numbers to predict per patch.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.config.schema import Config
-from stopmim.gpu.cuda_graphs import Recorded
+from stopmim.config.schema import Config, OptimConfig
+from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision, compiled, compiles_itself
 from stopmim.gpu.sharding import whole
-from stopmim.method.model import Batch, MaskedImageModel
-from stopmim.method.predictor import Noise, Predictor
+from stopmim.method.build import build_sampler
+from stopmim.method.loss import Loss, masked_loss
+from stopmim.method.model import Batch, MaskedImageModel, Target
+from stopmim.method.predictor import Noise
 from stopmim.train.distributed import ALONE, World, average_gradients
-from stopmim.train.optimizer import Rates, set_rates, step_at
+from stopmim.train.optimizer import set_rates, step_at
+from stopmim.train.rates import Rates
 
 Part = tuple[Batch, Noise]
-Undrawn = tuple[Batch, Callable[[], Noise]]  # a part whose noise is drawn when its turn comes
-
-# ------------------------------------------------------------------------------ the loss
+LossFunction = Callable[[nn.Module, Target, Batch, Noise], Loss]
 
 
-class Compared(NamedTuple):
-    loss: Tensor
-    target_std: Tensor  # spread of the targets over images and places: 0 is collapse
-    predicted_std: Tensor
+@dataclass
+class Step:
+    """Updates encoder and predictor from all parts of a batch, then the target encoder.
 
-
-def compare(
-    model: nn.Module,
-    batch: Batch,
-    noise: Noise,
-    distance: Callable[[Tensor, Tensor], Tensor] = F.smooth_l1_loss,
-) -> Compared:
-    """The loss of one part of a batch; this is what gets compiled."""
-    predicted, target, *low = model(batch, noise)  # both (M, B, K, T)
-    loss = distance(predicted.float(), target.float())
-    if low:  # the map at half the resolution counts as much
-        loss = (loss + distance(low[0].float(), low[1].float())) / 2
-    with torch.no_grad():
-        spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (target, predicted)]
-    return Compared(loss, *spread)
-
-
-def compare_pixels(model: nn.Module, batch: Batch, noise: Noise) -> Compared:
-    """The same for MAE: the squared error, of masked patches alone."""
-    return compare(model, batch, noise, F.mse_loss)
-
-
-def comparison(config: Config) -> Callable[[nn.Module, Batch, Noise], Compared]:
-    """Which of the two a run is trained with."""
-    return compare if config.target == "features" else compare_pixels
-
-
-# ------------------------------------------------------------------------------ the update
-
-
-def train_step(
-    model: MaskedImageModel,
-    parts: Iterator[Part],
-    optimizer: torch.optim.Optimizer,
-    *,
-    n_parts: int = 1,
-    momentum: float,
-    amp: torch.dtype | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None,
-    penalty: tuple[float, float] = (0.0, 0.0),
-    broken: Tensor | None = None,
-    compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
-    world: World = ALONE,
-    spread: nn.Module | None = None,
-) -> dict[str, Tensor]:
-    """One update of encoder and predictor from all parts of a batch, then of the target encoder.
-
-    Returns tensors, not floats: reading them waits for the device, and only the caller knows when
-    that is worth it. `broken` is the caller's counter on the device: it counts the steps from the
-    first loss or gradient that is not finite on, and while it is not 0 AdamW changes nothing.
-    `spread` is what distributed.spread made of `model`: every rank of `world` has its own parts.
-    `penalty` has the weights of `penalise`.
+    Args:
+        optim: clipping and penalties; the rates come with every call.
+        loss: `masked_loss`, or the same compiled.
+        wrapped: `model` inside DistributedDataParallel, or sharded; called in its place.
+        n_parts: parts of a batch on this rank, whose gradients are added up.
+        amp: dtype of autocast; float16 scales the loss.
+        world: the ranks that train together, each with parts of its own.
     """
-    optimizer.zero_grad(set_to_none=True)
-    sums: list[Tensor] = []
-    for i, (batch, noise) in enumerate(parts, start=1):
-        average_gradients(spread or model, i == n_parts)
-        sums.append(differentiate(spread or model, batch, noise, compare, amp, scaler, n_parts))
-    values = world.mean_(torch.stack(sums).sum(dim=0))
-    if scaler:
-        scaler.unscale_(optimizer)  # an overflow here is the scaler's to skip, not a failure
-    found = judge(model, optimizer, values, clip, penalty, broken, scaled=scaler is not None)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
-    model.update_target(momentum)
-    return found
+
+    model: MaskedImageModel
+    optimizer: torch.optim.Optimizer
+    optim: OptimConfig
+    loss: LossFunction = masked_loss
+    wrapped: nn.Module | None = None
+    n_parts: int = 1
+    amp: torch.dtype | None = None
+    world: World = ALONE
+
+    # Counts the steps from the first loss or gradient that is not finite on. It stays on the
+    # device, because reading it waits; while it is not 0, AdamW changes nothing.
+    broken: Tensor = field(init=False)
+    scaler: torch.amp.GradScaler | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        device = self.model.encoder.pos_embed.device
+        self.broken = torch.zeros((), device=device)
+        if self.amp == torch.float16:
+            self.scaler = torch.amp.GradScaler(device.type)
+
+    def __call__(
+        self, parts: Iterable[Part], rates: Rates[float] | Rates[Tensor]
+    ) -> dict[str, Tensor]:
+        """Makes one update; returns tensors by name, since reading them waits for the device."""
+        model, called = self.model, self.wrapped or self.model
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: list[Tensor] = []
+        for i, (batch, noise) in enumerate(parts, start=1):
+            average_gradients(called, i == self.n_parts)  # over ranks: with the last part only
+            with torch.autocast(batch.images.device.type, self.amp, enabled=self.amp is not None):
+                found = self.loss(called, model.target, batch, noise)
+            loss = found.loss / self.n_parts
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+            # A copy: a detached mean alone would keep the whole elementwise loss alive.
+            sums.append(torch.stack([x.detach() for x in found]) / self.n_parts)
+        means = self.world.mean_(torch.stack(sums).sum(dim=0) if len(sums) > 1 else sums[0])
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        values = dict(zip(Loss._fields, means, strict=True)) | self._gradients(means[0])
+        if self.scaler:
+            assert not isinstance(rates.lr, Tensor)  # updates with a scaler are never recorded
+            set_rates(self.optimizer, rates)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            step_at(self.optimizer, rates, self.broken)
+        model.update_target(rates.momentum)
+        if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
+            self.optimizer.zero_grad(set_to_none=True)
+        return values
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Prepares gradients for AdamW: penalty, norm, whether to update at all, clipping."""
+        optim, said = self.optim, dict[str, Tensor]()
+        if optim.penalty_l1 or optim.penalty_l2:
+            said["penalty"] = self._penalty(optim.penalty_l1, optim.penalty_l2)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        # A gradient that overflows under loss scaling is the scaler's to skip, not a failure.
+        finite = loss.isfinite() & (True if self.scaler else norm.isfinite())
+        self.broken += (self.broken > 0) | ~finite
+        self.optimizer.found_inf = self.broken.clamp(max=1)  # type: ignore[attr-defined]  # 1: skip
+        if optim.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, optim.clip_grad, norm)
+        return {"grad_norm": norm} | said
+
+    @torch.no_grad()
+    def _penalty(self, l1: float, l2: float) -> Tensor:
+        """Adds the gradient of l1 * sum|A| + l2 * sum A^2, and returns that penalty.
+
+        It depends on no image, so it is added once per update, after parts, ranks and shards have
+        been summed. The logged loss is that of the predictions only.
+        """
+        a = self.model.predictor.predictor_embed.weight
+        assert a.grad is not None
+        a.grad += l1 * a.sign() + 2 * l2 * a
+        return whole(l1 * a.abs().sum() + l2 * a.square().sum())
 
 
-def recordable_step(
-    model: MaskedImageModel,
-    part: Part,
-    optimizer: torch.optim.Optimizer,
-    now: Rates[Tensor],
-    *,
-    amp: torch.dtype | None = None,
-    clip: float | None = None,
-    penalty: tuple[float, float] = (0.0, 0.0),
-    broken: Tensor,
-    compare: Callable[[nn.Module, Batch, Noise], Compared] = compare,
-) -> dict[str, Tensor]:
-    """`train_step` of a batch in one part, where all that differs from step to step is a tensor.
-
-    It leaves no gradients behind: nobody may find those of a recording in the memory of another.
-    """
-    try:
-        values = differentiate(model, *part, compare, amp)
-        found = judge(model, optimizer, values, clip, penalty, broken)
-        step_at(optimizer, now, broken)
-        model.update_target(now.momentum)
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-    return found
-
-
-def differentiate(
-    model: nn.Module,
-    batch: Batch,
-    noise: Noise,
-    compare: Callable[[nn.Module, Batch, Noise], Compared],
-    amp: torch.dtype | None,
-    scaler: torch.amp.GradScaler | None = None,
-    n_parts: int = 1,
-) -> Tensor:
-    """Adds the gradients of one of `n_parts` parts to those there are; its share of `Compared`."""
-    with torch.autocast(batch.images.device.type, dtype=amp, enabled=amp is not None):
-        compared = compare(model, batch, noise)
-    loss = compared.loss / n_parts
-    (scaler.scale(loss) if scaler else loss).backward()
-    # A copy: a detached mean alone would keep the whole elementwise loss alive.
-    return torch.stack([x.detach() for x in compared]) / n_parts
-
-
-def judge(
-    model: MaskedImageModel,
-    optimizer: torch.optim.Optimizer,
-    compared: Tensor,
-    clip: float | None,
-    penalty: tuple[float, float],
-    broken: Tensor | None,
-    *,
-    scaled: bool = False,
-) -> dict[str, Tensor]:
-    """What comes between gradients and AdamW: penalty, norm, whether to go on at all, clipping.
-
-    Returns what is known of the update, by name. `scaled`: that a gradient overflows is expected.
-    """
-    penalised = {"penalty": penalise(model.predictor, *penalty)} if any(penalty) else {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
-    finite = compared[0].isfinite() & (True if scaled else grad_norm.isfinite())
-    if broken is not None:
-        broken += (broken > 0) | ~finite
-        optimizer.found_inf = broken.clamp(max=1)  # type: ignore[attr-defined]  # 1: AdamW skips
-    if clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, grad_norm)
-    return dict(zip(Compared._fields, compared, strict=True)) | {"grad_norm": grad_norm} | penalised
-
-
-@torch.no_grad()
-def penalise(predictor: Predictor, l1: float, l2: float) -> Tensor:
-    """Adds l1 * sum|A| + l2 * sum A^2 to what is minimised, by its gradient, and returns it.
-
-    It depends on no image, so it comes once per update, after the parts, ranks and pieces (FSDP) of
-    the batch are together. The logged loss is that of the predictions alone.
-    """
-    a = predictor.predictor_embed.weight
-    assert a.grad is not None
-    a.grad += l1 * a.sign() + 2 * l2 * a
-    return whole(l1 * a.abs().sum() + l2 * a.square().sum())
-
-
-# ------------------------------------------------------------------------------ which one
-
-
-def updater(
+def build_step(
     model: MaskedImageModel,
     optimizer: torch.optim.Optimizer,
     config: Config,
     device: torch.device,
     *,
-    n_parts: int,
-    broken: Tensor,
-    scaler: torch.amp.GradScaler | None = None,
+    n_parts: int = 1,
     world: World = ALONE,
-    spread: nn.Module | None = None,
-) -> Callable[[Iterator[Undrawn], Rates[float]], dict[str, Tensor]]:
-    """What makes the updates of a run, from the parts of a batch and the rates of the step.
+    wrapped: nn.Module | None = None,
+) -> Step | CudaGraphs:
+    """The step of a run: recorded as CUDA graphs where possible, compiled or plain elsewhere.
 
-    Recorded if `runtime.compile` is left to us: one process on a GPU, one part, no scaler.
+    Recorded if `runtime.compile` is auto: one process on one GPU, one part, no loss scaling.
     """
     amp = choose_precision(config.runtime.precision, device)
-    clip, penalty = config.optim.clip_grad, (config.optim.penalty_l1, config.optim.penalty_l2)
-    compare = compiled(comparison(config), config, device)
-
-    def plain(parts: Iterator[Undrawn], now: Rates[float]) -> dict[str, Tensor]:
-        set_rates(optimizer, now)
-        return train_step(
-            model,
-            ((batch, draw()) for batch, draw in parts),
-            optimizer,
-            n_parts=n_parts,
-            momentum=now.momentum,
-            amp=amp,
-            scaler=scaler,
-            clip=clip,
-            penalty=penalty,
-            broken=broken,
-            compare=compare,
-            world=world,
-            spread=spread,
-        )
-
-    def recordable(*tensors: Tensor) -> dict[str, Tensor]:
-        n = len(Batch._fields), len(Batch._fields) + len(Noise._fields)
-        return recordable_step(
-            model,
-            (Batch(*tensors[: n[0]]), Noise(*tensors[n[0] : n[1]])),
-            optimizer,
-            Rates(*tensors[n[1] :]),
-            amp=amp,
-            clip=clip,
-            penalty=penalty,
-            broken=broken,
-            compare=compare,
-        )
-
-    alone = world.store is None and n_parts == 1 and scaler is None
-    if not (alone and compiles_itself(config, device)):
-        return plain
-    return Played(Recorded(recordable, device))
-
-
-@dataclass(frozen=True)
-class Played:
-    """Updates of batches in one part, each a recording."""
-
-    recorded: Recorded
-
-    def __call__(self, parts: Iterator[Undrawn], now: Rates[float]) -> dict[str, Tensor]:
-        with self.recorded.aside():
-            ((batch, draw),) = parts
-        # Not aside: it is few kernels that take a whole GPU, and would be in the way of the others.
-        return self.recorded(*batch, *draw(), *now)
+    automatic = compiles_itself(config.runtime.compile, device, build_sampler(config).static)
+    loss = compiled(masked_loss) if automatic or config.runtime.compile == "on" else masked_loss
+    step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world)
+    alone = world.store is None and n_parts == 1 and step.scaler is None
+    if alone and automatic:
+        return CudaGraphs(step, device)
+    return step

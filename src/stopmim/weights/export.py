@@ -23,8 +23,8 @@ from stopmim.base.errors import CheckpointError, StorageError, UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.data.crops import MEAN, STD
 from stopmim.method.encoder import VisionTransformer
-from stopmim.method.model import MaskedImageModel
-from stopmim.method.positions import JitteredPositions, StochasticPositions
+from stopmim.method.model import MaskedImageModel, Pixels
+from stopmim.method.positions import StochasticPositions
 from stopmim.method.predictor import Predictor
 from stopmim.weights import card
 from stopmim.weights.foreign import AROUND, LAYER, Branch, State
@@ -36,7 +36,6 @@ from stopmim.weights.load import (
     Shape,
     encoder_tag,
     load_encoder,
-    predictor_tag,
 )
 
 Format = Literal["timm", "hf", "onnx", "ijepa", "mae", "safetensors"]
@@ -254,48 +253,37 @@ def write_ijepa(about: Identity, file: Path) -> None:
         for name, part in parts.items()
     }
     tree |= {"opt": None, "scaler": None, "epoch": about.epoch or 0}
-    tree |= {ENCODER_TAG: encoder_tag(model.encoder), PREDICTOR_TAG: predictor_tag(model.predictor)}
+    tree |= {ENCODER_TAG: encoder_tag(model.encoder), PREDICTOR_TAG: model.predictor.tag()}
     torch.save(tree, file)
 
 
 def _not_in_ijepa(model: MaskedImageModel) -> str | None:
-    if model.target == "pixels":
+    if isinstance(model.target, Pixels):
         return "a predictor of pixels: use --to mae"
+    if not model.target.follows:
+        return "a model without target encoder"
     if model.encoder.prefix:
         return "a class token"
-    return _not_in_either(model.predictor)
+    return model.predictor.positions.not_exportable or None
 
 
 def write_mae(about: Identity, file: Path) -> None:
     """Encoder and decoder under the names of MAE's code, with what these leave out as a tag."""
     model = about.model
-    if model is None or model.target != "pixels":
+    if model is None or not isinstance(model.target, Pixels):
         raise CheckpointError(
             f"{about.path}: no predictor of pixels in it, which MAE's layout has; "
             f"choose another --to"
         )
-    if problem := _not_in_either(model.predictor):
+    if problem := model.predictor.positions.not_exportable:
         raise CheckpointError(f"{about.path}: MAE's layout has no place for {problem}")
     if not model.encoder.prefix:
         raise CheckpointError(f"{about.path}: no class token in it, which MAE's layout has")
-    tag = predictor_tag(model.predictor) | {"norm_pixels": model.norm_pixels}
+    tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
     words = {"format": "pt", "stopmim.version": __version__}
     words |= {ENCODER_TAG: json.dumps(encoder_tag(model.encoder)), PREDICTOR_TAG: json.dumps(tag)}
     weights = to_mae(_weights(model.encoder), _weights(model.predictor))
     save_file(weights, file, metadata=words)
-
-
-def _not_in_either(predictor: Predictor) -> str | None:
-    positions = predictor.positions
-    if predictor.noise_embed is not None:
-        return "untied noise"
-    if isinstance(positions.table, nn.Parameter):
-        return "learned positions"
-    if isinstance(positions, JitteredPositions):
-        return "jittered positions"
-    if isinstance(positions, StochasticPositions) and positions.covariance != "projected":
-        return f"a {positions.covariance} covariance"
-    return None
 
 
 def _in_released_order(predictor: Predictor) -> State:

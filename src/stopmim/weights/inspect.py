@@ -13,7 +13,7 @@ from stopmim.base.sandbox import metadata, read_json, read_tree
 from stopmim.config.schema import Config
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
-from stopmim.method.positions import JitteredPositions, StochasticPositions, sincos_2d
+from stopmim.method.positions import sincos_2d
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run, begun
 from stopmim.weights import foreign
@@ -57,7 +57,7 @@ class Identity:
                 "parameters",
                 f"{found[-1][1]}, {millions(self.model.predictor)} of the predictor",
             )
-            found += [("predictor", variant(self.model))]
+            found += [("predictor", self.model.describe())]
         done = {"epoch": self.epoch, "step": self.step}
         found += [(name, str(value)) for name, value in done.items() if value is not None]
         if self.config:
@@ -187,26 +187,6 @@ def millions(module: Any) -> str:
     if not isinstance(module, nn.Module):
         raise CheckpointError("not a network")
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f} M"
-
-
-def variant(model: MaskedImageModel) -> str:
-    """I-JEPA or MAE, with StoP or without, and which StoP."""
-    own, depth = model.predictor.positions, len(model.predictor.predictor_blocks)
-    size = f"width {own.width}, depth {depth}"
-    pixels = model.target == "pixels"
-    if pixels and model.norm_pixels:
-        size += ", normed pixels"
-    if isinstance(own, JitteredPositions):
-        base = "MAE" if pixels else "I-JEPA"
-        return f"{base}, jittered positions, sigma {own.sigma:g} patches squared, {size}"
-    if not isinstance(own, StochasticPositions):
-        return f"{'MAE' if pixels else 'I-JEPA'}, certain positions, {size}"
-    mode = " as released (no mask token)" if own.bias == "project" else ""
-    mode += " in MAE" if pixels else ""
-    covariance: str = own.covariance
-    if covariance == "projected":  # as the config calls it
-        covariance = "tied" if model.predictor.noise_embed is None else "untied"
-    return f"StoP{mode}, sigma {own.sigma:g} (a variance), {covariance} covariance, {size}"
 
 
 def trained(config: Config) -> str:

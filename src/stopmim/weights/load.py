@@ -8,7 +8,7 @@ and every parameter filled: there is no such thing as a partly random encoder. P
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import metadata, one_line, read_tree
 from stopmim.config.architectures import SIZES
 from stopmim.config.schema import Config
+from stopmim.method.build import from_tag
 from stopmim.method.encoder import EPS, Encoder, VisionTransformer
-from stopmim.method.model import MaskedImageModel
+from stopmim.method.model import MaskedImageModel, Pixels
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.method.predictor import Predictor
 from stopmim.runs import checkpoint
@@ -190,10 +191,10 @@ def mae_in(
         if int(tag["heads"]) < 1:
             raise ValueError(f"a decoder of {tag['heads']} heads")
         with torch.device("meta"):
-            predictor = tagged_predictor(decoder, encoder, tag, outputs=3 * encoder.patch**2)
-            model = MaskedImageModel(
-                encoder, predictor, target="pixels", norm_pixels=bool(tag["norm_pixels"])
-            )
+            width = decoder["predictor_embed.weight"].shape[0]
+            depth = block_count(decoder, "predictor_blocks.")
+            predictor = from_tag(tag, encoder, width, depth, outputs=3 * encoder.patch**2)
+            model = MaskedImageModel(encoder, predictor, Pixels(bool(tag["norm_pixels"])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
     fill(model.encoder, weights, f"{path}: encoder")
@@ -246,7 +247,7 @@ def predictor_like(
     positions: Positions
     try:
         if tag is not None:
-            return tagged_predictor(weights, encoder, tag)
+            return from_tag(tag, encoder, width, block_count(weights, "predictor_blocks."))
         if stop:
             sigma = (0.2 if encoder.width == SIZES["h"].width else 0.25) ** 2
             positions = StochasticPositions(encoder.side, width, sigma, bias="project")
@@ -258,43 +259,9 @@ def predictor_like(
         raise CheckpointError(f"{source}: {one_line(error)}") from None
 
 
-def tagged_predictor(
-    weights: State, encoder: VisionTransformer, tag: Any, outputs: int | None = None
-) -> Predictor:
-    width, side = weights["predictor_embed.weight"].shape[0], encoder.side
-    depth = block_count(weights, "predictor_blocks.")
-    positions: Positions
-    if tag["positions"] == "stochastic":
-        sigma, share = float(tag["sigma"]), float(tag.get("share", 1))
-        positions = StochasticPositions(side, width, sigma, bias=tag["bias"], share=share)
-    elif tag["positions"] == "sincos":
-        positions = Positions(side, width, bias=tag["bias"])
-    else:
-        raise ValueError(f"{PREDICTOR_TAG}: unknown positions {tag['positions']!r}")
-    heads, noisy = int(tag["heads"]), tag["tokens"]
-    return Predictor(positions, encoder.width, depth, heads, noisy=noisy, outputs=outputs)
-
-
 def encoder_tag(encoder: VisionTransformer) -> dict[str, int | float]:
     """What the weights of an encoder do not tell; `told` reads it."""
     return {"heads": encoder.heads, "eps": encoder.norm.eps}
-
-
-def predictor_tag(predictor: Predictor) -> dict[str, Any]:
-    """What the weights of a predictor do not tell, in words; `predictor_like` reads it."""
-    positions, first = predictor.positions, cast(Any, predictor.predictor_blocks[0])
-    tokens = "masked"
-    if predictor.noisy_context:
-        tokens = "both" if predictor.noisy_masked else "context"
-    tag = {
-        "positions": "sincos",
-        "bias": positions.bias,
-        "tokens": tokens,
-        "heads": first.attn.heads,
-    }
-    if isinstance(positions, StochasticPositions):
-        tag |= {"positions": "stochastic", "sigma": positions.sigma, "share": positions.share}
-    return tag
 
 
 # ---------------------------------------------------------------------- where a run begins

@@ -1,0 +1,24 @@
+"""The loss of one part of a batch, and two numbers that tell a collapse. This gets compiled."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stopmim.method.model import Batch, Target
+from stopmim.method.predictor import Noise
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+    target_std: Tensor  # over images and places, mean over components: 0 is collapse
+    predicted_std: Tensor
+
+
+def masked_loss(model: nn.Module, target: Target, batch: Batch, noise: Noise) -> Loss:
+    """Loss of the masked patches of `batch`; `model` may be a wrapper of several GPUs."""
+    pairs = model(batch, noise)  # prediction, target: (M, B, K, T) each, and maybe more pairs
+    loss = target.loss(pairs)
+    with torch.no_grad():
+        spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (pairs[1], pairs[0])]
+    return Loss(loss, *spread)
