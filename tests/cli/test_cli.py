@@ -301,7 +301,7 @@ def test_running_out_of_memory_names_a_way_out_that_works(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    monkeypatch.setattr("stopmim.train.step.train_step", full)
+    monkeypatch.setattr("stopmim.train.step.Step.__call__", full)
     cut = ["--optim.batch_size", str(batch), "--runtime.accumulate", str(accumulate)]
     assert main(["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY, *cut]) == 7
     err = capsys.readouterr().err.splitlines()[-1]

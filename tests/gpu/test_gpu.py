@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.heads import grid, train_heads
 from stopmim.evals.recipes import OWN, TASKS, Recipe
 from stopmim.gpu.attention import attend
-from stopmim.gpu.cuda_graphs import Recorded
+from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision
-from stopmim.method.build import build, configure, draw_masks, find_cells
-from stopmim.method.model import Batch
+from stopmim.method.build import build, build_sampler, configure, draw_masks
 from stopmim.runs import checkpoint
-from stopmim.train.loop import draw_noise, pretrain
-from stopmim.train.optimizer import Rates, adamw, rates
-from stopmim.train.step import Played, Undrawn, updater
+from stopmim.train.draws import draw_noise
+from stopmim.train.loop import pretrain
+from stopmim.train.optimizer import adamw
+from stopmim.train.rates import Rates, rates
+from stopmim.train.step import Part, Step, build_step
 
 pytestmark = pytest.mark.gpu
 
@@ -110,10 +111,7 @@ class Trained:
         device = torch.device("cuda")
         self.model = build(self.config).to(device).train()
         self.optimizer = adamw(self.model, self.config.optim)
-        self.broken = torch.zeros((), device=device)
-        self.make = updater(
-            self.model, self.optimizer, self.config, device, n_parts=1, broken=self.broken
-        )
+        self.make = build_step(self.model, self.optimizer, self.config, device)
         self.dtype = choose_precision(self.config.runtime.precision, device) or torch.float32
         self.part = slice(0, self.config.optim.batch_size)
         generator = torch.Generator(device).manual_seed(0)
@@ -123,11 +121,23 @@ class Trained:
     def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
         return self.make(self.prepared(step), now or rates(self.config.optim, step, 100))
 
-    def prepared(self, step: int) -> Iterator[Undrawn]:
+    def prepared(self, step: int) -> Iterator[Part]:
         (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
-        cells = find_cells(self.config, step, masks.targets)
+        sizes = build_sampler(self.config).sizes(self.config.seed, step)
         of_part = (self.model.predictor, masks, self.part, self.config, step, self.dtype)
-        yield Batch(self.images.clone(), *masks, cells), partial(draw_noise, *of_part)
+        batch = self.model.target.batch(self.images.clone(), masks, sizes and sizes.target)
+        yield batch, draw_noise(*of_part)
+
+    @property
+    def graphs(self) -> CudaGraphs:
+        assert isinstance(self.make, CudaGraphs)
+        return self.make
+
+    @property
+    def broken(self) -> Tensor:
+        step = self.graphs.function
+        assert isinstance(step, Step)
+        return step.broken
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that an update changes, the target encoder aside."""
@@ -168,14 +178,12 @@ def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() ->
 def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
     """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
     played, usual = Trained("auto"), Trained("auto")
-    assert isinstance(played.make, Played)
-    assert isinstance(usual.make, Played)
     for step in range(6):
-        usual.make.recorded.made.clear()
+        usual.graphs.calls.clear()
         a, b = played.update(step), usual.update(step)
         assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
-    assert len(played.make.recorded.recordings) == 1
-    assert not usual.make.recorded.recordings
+    assert len(played.graphs.recordings) == 1
+    assert not usual.graphs.recordings
     ours, theirs = played.state(), usual.state()
     assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
 
@@ -197,8 +205,7 @@ def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
     trained.update(6, Rates(lr=0.0, weight_decay=0.4, momentum=0.0))
     torch.testing.assert_close(follower, weight, rtol=0, atol=1e-6)
     assert weight.abs().max() > 0.01  # or all of this would say little
-    assert isinstance(trained.make, Played)
-    assert trained.make.recorded.recordings
+    assert trained.graphs.recordings
 
 
 @pytest.mark.parametrize("recipe", [OWN, TASKS["imagenet_lars"].recipe], ids=["sgd", "lars"])
@@ -241,7 +248,7 @@ def total(x: Tensor) -> dict[str, Tensor]:
 
 
 def test_a_call_of_a_new_shape_has_the_memory_of_the_recordings() -> None:
-    recorded = Recorded(total, torch.device("cuda"))
+    recorded = CudaGraphs(total, torch.device("cuda"))
     half, quarter = torch.full((3,), 0.5).cuda(), torch.full((4,), 0.25).cuda()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
@@ -255,7 +262,7 @@ def test_updates_go_on_where_there_is_no_memory_for_recordings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stopmim.gpu.cuda_graphs.SPARE", 2.0)  # more than any GPU has
-    recorded = Recorded(total, torch.device("cuda"))
+    recorded = CudaGraphs(total, torch.device("cuda"))
     half = torch.full((3,), 0.5).cuda()
     sums = [recorded(half)["sum"] for _ in range(5)]
     assert not recorded.recordings
@@ -273,10 +280,10 @@ def test_what_is_made_beside_a_call_waits_until_its_inputs_are_copied() -> None:
             y = y * 1.0
         return {"least": y.min(), "most": y.max()}
 
-    recorded = Recorded(slow, torch.device("cuda"))
+    recorded = CudaGraphs(slow, torch.device("cuda"))
     found, places = [], set()
     for i in range(30):
-        with recorded.aside():
+        with recorded.beside():
             x = torch.full((size,), float(i), device="cuda")
         places.add(x.data_ptr())
         found.append(recorded(x))

@@ -12,17 +12,21 @@ from torch import Tensor
 from helpers import golden, seeded, under
 from stopmim import load_encoder, load_model, pretrain
 from stopmim.base.errors import CheckpointError
+from stopmim.config.schema import OptimConfig
 from stopmim.health.doctor import diagnose, examine
 from stopmim.insight.figures.prediction import predict
 from stopmim.insight.figures.subject import features, load, pixels, tokens
 from stopmim.insight.report.page import _summary
 from stopmim.method.build import build, configure, draw_masks
-from stopmim.method.model import Batch, MaskedImageModel, patchify
+from stopmim.method.loss import masked_loss
+from stopmim.method.model import Batch, Features, MaskedImageModel, Pixels, patchify
 from stopmim.method.positions import StochasticPositions
+from stopmim.method.predictor import Noise
 from stopmim.runs.run import Run
-from stopmim.train.loop import draw_noise, set_sigma
+from stopmim.train.draws import draw_noise
 from stopmim.train.optimizer import adamw
-from stopmim.train.step import compare_pixels, train_step
+from stopmim.train.rates import Rates
+from stopmim.train.step import Step
 from stopmim.weights.export import export
 from stopmim.weights.inspect import identify
 from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
@@ -70,14 +74,14 @@ def test_pixels_are_in_the_order_of_mae() -> None:
 @pytest.mark.parametrize(("norm", "name"), [(False, "loss"), (True, "loss_norm_pix")])
 def test_the_loss_is_the_recorded_one(file: Path, norm: bool, name: str) -> None:
     model = load_model(file, **HEADS)
-    model.norm_pixels = norm
-    loss = compare_pixels(model, recorded_batch(), None).loss  # type: ignore[arg-type]
+    model.target = Pixels(norm)
+    loss = masked_loss(model, model.target, recorded_batch(), Noise()).loss
     assert float(loss.detach()) == pytest.approx(float(RECORDED[name]), rel=1e-5)
 
 
 def test_gradients_are_the_recorded_ones(file: Path) -> None:
     model = load_model(file, **HEADS)
-    compare_pixels(model, recorded_batch(), None).loss.backward()  # type: ignore[arg-type]
+    masked_loss(model, model.target, recorded_batch(), Noise()).loss.backward()
     class_token, mask_token = model.encoder.cls_token, model.predictor.positions.mask_token
     assert class_token is not None
     for found, name in ((class_token, "grad_cls_token"), (mask_token, "grad_mask_token")):
@@ -94,7 +98,7 @@ def test_gradients_are_the_recorded_ones(file: Path) -> None:
 def test_a_file_without_its_layout_around_it_is_read_too(tmp_path: Path) -> None:
     save_file({f"module.{key}": value for key, value in STATE.items()}, tmp_path / "a.safetensors")
     model = load_model(tmp_path / "a.safetensors", **HEADS)
-    assert (model.target, model.target_encoder) == ("pixels", None)
+    assert (model.target, model.target_encoder) == (Pixels(), None)
     assert torch.equal(model.predictor.predictor_proj.weight, STATE["decoder_pred.weight"])
 
 
@@ -113,7 +117,7 @@ def test_an_export_has_the_keys_and_values_of_maes_code(tmp_path: Path) -> None:
         assert torch.equal(back.state_dict()[name], value), name
     positions = back.predictor.positions
     assert isinstance(positions, StochasticPositions)
-    assert (positions.share, back.norm_pixels) == (0.5, False)
+    assert (positions.share, back.target) == (0.5, Pixels(normed=False))
     assert "MAE's layout" in identify(out).project
     assert "MAE" in (tmp_path / "out" / "README.md").read_text()
 
@@ -170,7 +174,7 @@ def test_layouts_are_not_taken_for_each_other(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no place for a predictor of pixels: use --to mae"):
         export(pixels.path, "ijepa", tmp_path / "out")
     ijepa = load_model(export(features.path, "ijepa", tmp_path / "out") / "model.pth.tar")
-    assert (ijepa.target, ijepa.target_encoder is None) == ("features", False)
+    assert (ijepa.target, ijepa.target_encoder is None) == (Features(), False)
 
 
 # ------------------------------------------------------------------------ StoP, share, ramp
@@ -229,7 +233,7 @@ def test_sigma_grows_linearly_and_then_stays() -> None:
     assert isinstance(positions, StochasticPositions)
     sigmas = []
     for step in (0, 5, 10, 19, 20, 50):
-        set_sigma(positions, config.positions, step, steps_per_epoch=10)
+        positions.at_step(step, steps_per_epoch=10)
         sigmas.append(positions.sigma)
     assert sigmas == pytest.approx([0, 0.1, 0.2, 0.38, 0.4, 0.4])
 
@@ -283,8 +287,8 @@ def _update(
     model: MaskedImageModel, batch: Batch, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     noise = model.predictor.draw(batch.context, batch.targets)
-    parts = iter([(batch, noise)])
-    return train_step(model, parts, optimizer, momentum=0.5, compare=compare_pixels)
+    optim = OptimConfig(epochs=1, warmup_epochs=0)
+    return Step(model, optimizer, optim)([(batch, noise)], Rates(2e-3, 0.0, 0.5))
 
 
 def test_multiblock_masks_hide_pixels_too(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from stopmim.method import masks as masking
 from stopmim.method.masks import (
     Block,
     Masks,
+    MultiBlock,
+    ReleasedMultiBlock,
     Sizes,
-    check_multiblock,
     default_context_length,
     draw_sizes,
     multiblock,
@@ -291,7 +292,8 @@ def test_the_visible_patches_are_thinned_uniformly() -> None:
 def test_the_target_sizes_have_the_known_probabilities(
     side: int, known: dict[tuple[int, int], float], compat: masking.Compat
 ) -> None:
-    blocks = possible_blocks(side, TARGET_SCALE, TARGET_ASPECT, compat=compat)
+    limit = side - 1 if compat else None
+    blocks = possible_blocks(side, TARGET_SCALE, TARGET_ASPECT, limit)
     assert {tuple(b): p for b, p in blocks.items()} == pytest.approx(known, abs=5e-4)
     assert sum(blocks.values()) == pytest.approx(1)
 
@@ -366,8 +368,9 @@ def test_impossible_settings_are_refused_before_anything_is_drawn(
         multiblock(4, side, generator=generator, **settings)
     assert torch.equal(generator.get_state(), before)
     assert len(str(refused.value).splitlines()) == 1
-    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
-        check_multiblock(side, **settings)
+    if settings.get("compat") in (None, "released"):  # a sampler has no other kinds
+        with pytest.raises(ValueError, match=re.escape(str(refused.value))):
+            sampler(side, settings).check()
 
 
 @pytest.mark.parametrize(
@@ -381,6 +384,11 @@ def test_impossible_settings_are_refused_before_anything_is_drawn(
 def test_sizes_that_do_not_fit_are_refused_rather_than_shown_as_context(sizes: Sizes) -> None:
     with pytest.raises(ValueError, match="size"):
         multiblock(4, 14, generator=seeded(), sizes=sizes)
+
+
+def sampler(side: int, settings: dict[str, Any]) -> MultiBlock:
+    kind = ReleasedMultiBlock if settings.get("compat") else MultiBlock
+    return kind(side, **{key: value for key, value in settings.items() if key != "compat"})
 
 
 def some_settings(source: random.Random) -> tuple[int, dict[str, Any]]:
@@ -403,11 +411,9 @@ def some_settings(source: random.Random) -> tuple[int, dict[str, Any]]:
 
 def worst_sizes(side: int, settings: dict[str, Any]) -> list[Sizes]:
     """The sizes a batch may have that are hardest to place."""
-    compat = settings.get("compat")
-    targets = possible_blocks(
-        side, settings["target_scale"], settings["target_aspect"], compat=compat
-    )
-    contexts = possible_blocks(side, settings["context_scale"], (1.0, 1.0), compat=compat)
+    limit = side - 1 if settings.get("compat") else None
+    targets = possible_blocks(side, settings["target_scale"], settings["target_aspect"], limit)
+    contexts = possible_blocks(side, settings["context_scale"], (1.0, 1.0), limit)
     context = min(contexts, key=lambda block: block.area)
     return [
         Sizes(target, context)
@@ -421,7 +427,7 @@ def worst_sizes(side: int, settings: dict[str, Any]) -> list[Sizes]:
 
 def refusal(side: int, settings: dict[str, Any]) -> str | None:
     try:
-        check_multiblock(side, **settings)
+        sampler(side, settings).check()
     except ValueError as error:
         return str(error)
     return None

@@ -1,7 +1,7 @@
 """The whole model: its targets, its EMA encoder, and three recorded updates of the released code.
 
 Losses, gradients and weights of the recording are reproduced through the functions that training
-itself uses: `train_step`, `adamw`, `rates`.
+itself uses: `Step`, `adamw`, `rates`.
 """
 
 import math
@@ -18,8 +18,9 @@ from stopmim.method.encoder import VisionTransformer
 from stopmim.method.model import Batch, MaskedImageModel
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.method.predictor import Noise, Predictor
-from stopmim.train.optimizer import adamw, rates, set_rates
-from stopmim.train.step import train_step
+from stopmim.train.optimizer import adamw, set_rates
+from stopmim.train.rates import rates
+from stopmim.train.step import Step
 
 MODULES = ("encoder", "predictor", "target_encoder")
 
@@ -166,14 +167,11 @@ def norm_of(module: nn.Module) -> float:
 def test_three_recorded_updates_of_the_released_code_are_reproduced() -> None:
     recorded, about = golden("train"), golden_about("train")
     model, config = recorded_model()
-    optimizer = adamw(model, config)
+    update = Step(model, adamw(model, config), config)
     for step, want in enumerate(about["per_step"]):
         now = rates(config, step, about["config"]["iterations_per_epoch"])
         assert now == pytest.approx((want["lr"], want["wd"], want["momentum"]), rel=1e-12)
-        set_rates(optimizer, now)
-        values = train_step(
-            model, iter([recorded_part(recorded, step)]), optimizer, momentum=now.momentum
-        )
+        values = update([recorded_part(recorded, step)], now)
         assert float(values["loss"]) == pytest.approx(want["loss"], rel=1e-6)
         assert float(values["grad_norm"]) == pytest.approx(want["grad_norm"], rel=1e-5)
         assert norm_of(model.encoder) == pytest.approx(want["grad_norm_encoder"], rel=1e-5)
@@ -211,9 +209,8 @@ def assert_weights(
 
 def test_the_unused_mask_token_of_released_mode_never_moves() -> None:
     recorded, (model, config) = golden("train"), recorded_model()
-    optimizer = adamw(model, config)
-    set_rates(optimizer, rates(config, 0, 4))
-    train_step(model, iter([recorded_part(recorded, 0)]), optimizer, momentum=0.996)
+    update = Step(model, adamw(model, config), config)
+    update([recorded_part(recorded, 0)], rates(config, 0, 4))
     assert torch.equal(
         model.predictor.state_dict()["mask_token"], recorded["init.predictor.mask_token"]
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import golden, golden_about, seeded, under
-from stopmim.method.positions import Positions, StochasticPositions
+from stopmim.method.positions import Covariance, Positions, StochasticPositions
 from stopmim.method.predictor import Noise, Predictor
 
 SIDE, WIDTH, ENCODER = 4, 12, 8
@@ -30,8 +30,9 @@ def small(
 ) -> Predictor:
     """A predictor whose weights are large enough for every dependence to show."""
     torch.manual_seed(0)
-    positions = positions or StochasticPositions(SIDE, WIDTH, 0.25)
-    predictor = Predictor(positions, ENCODER, 2, 3, noisy=noisy, tied=tied)
+    covariance: Covariance = "tied" if tied else "untied"
+    positions = positions or StochasticPositions(SIDE, WIDTH, 0.25, covariance=covariance)
+    predictor = Predictor(positions, ENCODER, 2, 3, noisy=noisy)
     with torch.no_grad():
         for parameter in predictor.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=seeded(parameter.numel())))

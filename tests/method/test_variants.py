@@ -18,21 +18,23 @@ from stopmim.health.measure import Health, noise_to_signal, probe
 from stopmim.insight.figures.similarity import of_model, seen
 from stopmim.insight.figures.subject import load
 from stopmim.method import masks as masking
-from stopmim.method.build import build, configure, draw_masks, find_cells
+from stopmim.method.build import build, build_sampler, configure, draw_masks
 from stopmim.method.encoder import VisionTransformer
+from stopmim.method.loss import masked_loss
 from stopmim.method.masks import Block
-from stopmim.method.model import Batch, MaskedImageModel
+from stopmim.method.model import Batch, HalfResolution, MaskedImageModel
 from stopmim.method.positions import (
     JitteredPositions,
     Positions,
     StochasticPositions,
-    moved,
+    shifted,
     sincos_2d,
 )
 from stopmim.method.predictor import Noise, Predictor
-from stopmim.train.loop import draw_noise
+from stopmim.train.draws import draw_noise
 from stopmim.train.optimizer import adamw
-from stopmim.train.step import compare, train_step
+from stopmim.train.rates import Rates
+from stopmim.train.step import Step
 from tiny import NoiseImages, assert_same_run, tiny
 
 SIDE, WIDTH, ENCODER = 4, 12, 6
@@ -72,8 +74,8 @@ def test_moved_positions_are_those_of_the_continuous_coordinates() -> None:
     by = 3 * torch.randn(14 * 14, 2, generator=seeded())
     row, col = (axis.flatten() for axis in torch.meshgrid(*[torch.arange(14.0)] * 2, indexing="ij"))
     want = psi(row + by[:, 0], col + by[:, 1], 48).float()
-    torch.testing.assert_close(moved(sincos_2d(14, 48), by), want, atol=2e-6, rtol=0)
-    assert torch.equal(moved(sincos_2d(14, 48), torch.zeros(2)), sincos_2d(14, 48))
+    torch.testing.assert_close(shifted(sincos_2d(14, 48), by), want, atol=2e-6, rtol=0)
+    assert torch.equal(shifted(sincos_2d(14, 48), torch.zeros(2)), sincos_2d(14, 48))
 
 
 def test_jitter_has_the_variance_sigma_in_each_coordinate_and_no_correlation() -> None:
@@ -260,7 +262,7 @@ def low_model(kind: Literal["bilinear", "max"] | None, side: int = 4) -> MaskedI
     torch.manual_seed(0)
     encoder = VisionTransformer(8 * side, 8, 24, 1, 3)
     predictor = Predictor(Positions(side, WIDTH), 24, 1, 3)
-    return MaskedImageModel(encoder, predictor, lowres=kind)
+    return MaskedImageModel(encoder, predictor, HalfResolution(side, kind) if kind else None)
 
 
 def low_batch(side: int = 4) -> Batch:
@@ -314,17 +316,17 @@ def test_the_two_losses_count_alike_however_many_tokens_each_has() -> None:
     model, batch = low_model("bilinear"), low_batch()
     predicted, target, low, coarse = model(batch)
     want = (F.smooth_l1_loss(predicted, target) + F.smooth_l1_loss(low, coarse)) / 2
-    torch.testing.assert_close(compare(model, batch, Noise()).loss, want)
+    torch.testing.assert_close(masked_loss(model, model.target, batch, Noise()).loss, want)
     assert predicted.shape[2] != low.shape[2]
 
 
 def test_a_low_resolution_model_wants_cells_and_certain_sine_cosine_positions() -> None:
-    with pytest.raises(ValueError, match="lowres needs the cells"):
+    with pytest.raises(ValueError, match="needs the cells of the targets"):
         low_model("max")(low_batch()._replace(cells=None))
     encoder = VisionTransformer(32, 8, 24, 1, 3)
     for positions in (StochasticPositions(4, 12, 0.25), Positions(4, 12, base="learned")):
         with pytest.raises(ValueError, match="certain sine-cosine positions"):
-            MaskedImageModel(encoder, Predictor(positions, 24, 1, 3), lowres="max")
+            MaskedImageModel(encoder, Predictor(positions, 24, 1, 3), HalfResolution(4))
 
 
 # ------------------------------------------------------------------------------ the penalty
@@ -337,10 +339,9 @@ def test_the_penalty_adds_its_gradient_to_that_of_a_alone_and_its_value_to_no_lo
         model = low_model(None)
         a = model.predictor.predictor_embed.weight
         before = a.detach().clone()
-        optimizer = adamw(model, optim)
-        found = train_step(
-            model, iter([(batch, Noise())] * 4), optimizer, n_parts=4, momentum=1.0, penalty=penalty
-        )
+        own = optim.model_copy(update={"penalty_l1": penalty[0], "penalty_l2": penalty[1]})
+        update = Step(model, adamw(model, own), own, n_parts=4)
+        found = update([(batch, Noise())] * 4, Rates(own.lr, 0.0, 1.0))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if not any(penalty):
             plain, values = gradients, found
@@ -369,7 +370,7 @@ def test_a_variant_resumes_exactly_and_loads_as_itself(name: str, tmp_path: Path
     start, loaded = build(configure(config)), load_model(whole.path)
     ours, theirs = start.predictor.positions, loaded.predictor.positions
     assert type(theirs) is type(ours)
-    assert loaded.lowres == start.lowres == config.lowres
+    assert loaded.target == start.target
     for about in ("sigma", "covariance", "bias"):
         assert getattr(theirs, about, None) == getattr(ours, about, None)
     assert loaded.state_dict().keys() == build(configure(tiny())).state_dict().keys()
@@ -381,25 +382,21 @@ def test_a_variant_resumes_exactly_and_loads_as_itself(name: str, tmp_path: Path
 def test_a_variant_makes_the_same_update_from_a_batch_in_parts(name: str) -> None:
     config = configure(tiny(**VARIANTS[name]))
     images = torch.randn(8, 3, 24, 24, generator=seeded())
-    penalty = config.optim.penalty_l1, config.optim.penalty_l2
+    sizes = build_sampler(config).sizes(config.seed, 5)
     found = []
     for cut in (1, 4):
         model, parts = build(config).train(), shares(8, cut)
         batches = [
             (
-                Batch(images[part], *masks, find_cells(config, 5, masks.targets)),
+                model.target.batch(images[part], masks, sizes and sizes.target),
                 draw_noise(model.predictor, masks, part, config, 5, torch.float32),
             )
             for masks, part in zip(draw_masks(config, 5, parts, CPU), parts, strict=True)
         ]
-        values = train_step(
-            model,
-            iter(batches),
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            n_parts=cut,
-            momentum=0.9,
-            penalty=penalty,
+        sgd = torch.optim.SGD(
+            [{"params": list(model.parameters()), "decays": False}], lr=1.0, fused=True
         )
+        values = Step(model, sgd, config.optim, n_parts=cut)(batches, Rates(1.0, 0.0, 0.9))
         found.append(({k: values[k] for k in values if "std" not in k}, model.state_dict()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 

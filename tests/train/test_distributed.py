@@ -24,10 +24,12 @@ from stopmim.config.schema import Config, override
 from stopmim.data.loading import loader
 from stopmim.data.order import Order, shares
 from stopmim.method.build import build, configure, draw_masks
+from stopmim.method.loss import Loss, masked_loss
+from stopmim.method.masks import MultiBlock
 from stopmim.train import loop as train
 from stopmim.train import step as update
 from stopmim.train.distributed import joined
-from stopmim.train.loop import draw_noise
+from stopmim.train.draws import draw_noise
 from tiny import NoiseImages, assert_same_run, tiny, tiny_mae
 
 LONG = {"epochs": 4}  # 20 updates
@@ -138,15 +140,15 @@ def test_one_then_two_then_one_rank_is_the_same_run(
     train_on(1, tmp_path / "run", config, stop_at=6)
     train_on(2, tmp_path / "run", config, stop_at=13)
     assert_close(train_on(1, tmp_path / "run", config), whole)
-    noted = [f"{i:02} {what}" for i in range(20) for what in draws_of(config, i)]
-    assert sorted((tmp_path / "draws").read_text().splitlines()) == sorted(noted)
+    noted = sorted((tmp_path / "draws").read_text().splitlines())
+    assert noted == sorted(f"{i:02} {what}" for i in range(20) for what in draws_of(config, i))
 
 
 def note_draws(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    real_masks, real_loader = draw_masks, loader
+    real_masks, real_loader = MultiBlock.at_step, loader
 
-    def masks(config: Config, step: int, parts: list[slice], device: torch.device) -> Any:
-        drawn = real_masks(config, step, parts, device)
+    def masks(self: Any, seed: int, step: int, parts: list[slice], *more: Any) -> Any:
+        drawn = real_masks(self, seed, step, parts, *more)
         with file.open("a") as notes:
             for part, one in zip(parts, drawn, strict=True):
                 for place in range(part.start, part.stop):
@@ -162,7 +164,7 @@ def note_draws(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
                     notes.write(f"{start + i:02} image {place} {number}\n")
             yield loaded
 
-    monkeypatch.setattr(train, "draw_masks", masks)
+    monkeypatch.setattr(MultiBlock, "at_step", masks)
     monkeypatch.setattr(train, "loader", numbered)
 
 
@@ -250,16 +252,16 @@ def only_on(rank: int, fault: str) -> Callable[[int], None]:
 
 def failing(rank: int, error: Exception, here: int) -> None:
     """Makes the third part that `rank` compares raise `error`."""
-    real, calls = update.compare, 0
+    real, calls = masked_loss, 0
 
-    def compare(*args: Any) -> update.Compared:
+    def compare(*args: Any) -> Loss:
         nonlocal calls
         calls += 1
         if here == rank and calls == 3:
             raise error
         return real(*args)
 
-    update.__dict__["compare"] = compare  # in a fork
+    update.__dict__["masked_loss"] = compare  # in a fork
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -413,15 +415,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
     tmp_path: Path,
 ) -> None:
     def job(here: int) -> None:
-        real, calls = update.compare, 0
+        real, calls = masked_loss, 0
 
-        def compare(*args: Any) -> update.Compared:
+        def compare(*args: Any) -> Loss:
             nonlocal calls
             calls += 1
             out = real(*args)
             return out._replace(loss=out.loss * float("nan")) if here and calls == 3 else out
 
-        update.__dict__["compare"] = compare
+        update.__dict__["masked_loss"] = compare
         pretrain(NoiseImages(), tmp_path / "run", tiny())
 
     ended = together(2, tmp_path / "logs", job)
@@ -448,13 +450,13 @@ def test_broken_images_of_every_rank_reach_the_list(tmp_path: Path) -> None:
 def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     def job(here: int) -> None:
         if here == 1:
-            real = update.compare
+            real = masked_loss
 
-            def compare(*args: Any) -> update.Compared:
+            def compare(*args: Any) -> Loss:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return real(*args)
 
-            update.__dict__["compare"] = compare
+            update.__dict__["masked_loss"] = compare
         pretrain(NoiseImages(), tmp_path / "run", tiny())
 
     processes = start(2, tmp_path, job, {"STOPMIM_TIMEOUT": "3"})

@@ -9,7 +9,7 @@ from helpers import golden, golden_about
 from stopmim.base import schedules
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import OptimConfig
-from stopmim.train.optimizer import Rates, rates
+from stopmim.train.rates import Rates, rates
 
 PER_EPOCH = 10
 RUNS = {

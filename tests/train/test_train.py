@@ -37,13 +37,14 @@ from stopmim.data.order import shares
 from stopmim.data.sources.open import open_images
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, configure, draw_masks
+from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import claimed, git_state
 from stopmim.train import loop as train
 from stopmim.train import step as update
 from stopmim.train.distributed import World
-from stopmim.train.loop import draw_noise
+from stopmim.train.draws import draw_noise
 from stopmim.weights.inspect import identify
 from tiny import NoiseImages, assert_same_run, curve, tiny, tiny_mae, weights, write_folder
 
@@ -289,9 +290,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
     before = weights(Run(tmp_path))
     steps = 0
-    real = update.compare
+    real = masked_loss
 
-    def second_is_nan(*args: Any) -> update.Compared:
+    def second_is_nan(*args: Any) -> Loss:
         nonlocal steps
         steps += 1
         out = real(*args)
@@ -303,7 +304,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
         models.append(build(config))
         return models[-1]
 
-    monkeypatch.setattr(update, "compare", second_is_nan)
+    monkeypatch.setattr(update, "masked_loss", second_is_nan)
     monkeypatch.setattr(train, "build", keep)
     with pytest.raises(NonFiniteError, match="step 6") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
@@ -572,7 +573,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
     assert_same_run(pretrain(NoiseImages(), tmp_path, tiny()), whole)
-    assert "sha256 is not the recorded one; passed over" in capsys.readouterr().err
+    assert "sha256 is not the recorded one; skipped" in capsys.readouterr().err
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_again_from_nothing(

@@ -1,4 +1,4 @@
-"""The update that gets recorded on a GPU is that of `train_step`; here it is called as it is.
+"""A step at rates that are tensors, as it is recorded on a GPU, is the step at plain numbers.
 
 What only a GPU can show, that a recording does the same, is in test_gpu.py.
 """
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from stopmim.config.schema import OptimConfig
 from stopmim.gpu.devices import compiles_itself
-from stopmim.method.build import configure
+from stopmim.method.build import build_sampler, configure
 from stopmim.method.model import MaskedImageModel
-from stopmim.train.optimizer import Rates, adamw, rates, set_rates, step_at
-from stopmim.train.step import Part, Undrawn, recordable_step, train_step, updater
+from stopmim.train.optimizer import adamw, set_rates, step_at
+from stopmim.train.rates import Rates, rates
+from stopmim.train.step import Part, Step, build_step
 
 # A decay and a rate so high that forgetting one, or mixing them up, cannot be missed.
 OPTIM = OptimConfig(epochs=20, lr=2e-2, start_lr=1e-3, warmup_epochs=5, weight_decay=(0.5, 4.0))
@@ -47,24 +48,21 @@ def everything(model: MaskedImageModel, optimizer: torch.optim.Optimizer) -> dic
 
 @pytest.mark.parametrize("penalty", [(0.0, 0.0), (0.01, 0.02)])
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_what_gets_recorded_is_what_train_step_does(
+def test_a_step_at_tensors_is_the_step_at_numbers(
     clip: float | None, penalty: tuple[float, float]
 ) -> None:
     usual = small()
     ours = copy.deepcopy(usual)
-    optimizers = adamw(usual, OPTIM), adamw(ours, OPTIM)
-    broken, data = torch.zeros(()), parts(usual)
+    optimizers, data = (adamw(usual, OPTIM), adamw(ours, OPTIM)), parts(usual)
+    own = {"clip_grad": clip, "penalty_l1": penalty[0], "penalty_l2": penalty[1]}
+    optim = OPTIM.model_copy(update=own)
+    at_numbers, at_tensors = Step(usual, optimizers[0], optim), Step(ours, optimizers[1], optim)
     for step in range(6):
         part, now = next(data), rates(OPTIM, step, 1)
-        set_rates(optimizers[0], now)
-        options = {"clip": clip, "penalty": penalty}
-        want = train_step(usual, iter([part]), optimizers[0], momentum=now.momentum, **options)  # type: ignore[arg-type]
-        found = recordable_step(
-            ours, part, optimizers[1], tensors(now), broken=broken, clip=clip, penalty=penalty
-        )
+        want, found = at_numbers([part], now), at_tensors([part], tensors(now))
         assert list(found) == list(want)
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
-    assert not broken
+    assert not at_tensors.broken
     wanted = everything(usual, optimizers[0])
     torch.testing.assert_close(everything(ours, optimizers[1]), wanted, rtol=1e-4, atol=1e-5)
     assert all(p.grad is None for p in ours.parameters())
@@ -119,15 +117,15 @@ def test_a_momentum_on_the_device_moves_the_target_as_a_number_does(momentum: fl
 
 def test_once_broken_nothing_changes_but_the_target_encoder() -> None:
     model = small()
-    optimizer, broken, data = adamw(model, OPTIM), torch.zeros(()), parts(model)
-    now = tensors(rates(OPTIM, 3, 1))
-    recordable_step(model, next(data), optimizer, now, broken=broken)
+    optimizer, data = adamw(model, OPTIM), parts(model)
+    update, now = Step(model, optimizer, OPTIM), tensors(rates(OPTIM, 3, 1))
+    update([next(data)], now)
     before = everything(model, optimizer)
     batch, noise = next(data)
     bad = batch._replace(images=batch.images * torch.nan), noise
     for part in (bad, (batch, noise), next(data)):
-        recordable_step(model, part, optimizer, now, broken=broken)
-    assert int(broken) == 3
+        update([part], now)
+    assert int(update.broken) == 3
     after = everything(model, optimizer)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[0] for name in changed} == {"target_encoder"}
@@ -135,30 +133,31 @@ def test_once_broken_nothing_changes_but_the_target_encoder() -> None:
 
 def test_updates_are_recorded_on_a_gpu_if_that_is_left_to_us_and_never_on_a_cpu() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    own, on, off = (
-        configure("vit_b16_stop", {"runtime.compile": wanted}) for wanted in ("auto", "on", "off")
+    own, released = (
+        build_sampler(configure("vit_b16_stop", {"masking.compat": compat}))
+        for compat in ("none", "released")
     )
-    released = configure("vit_b16_stop", {"masking.compat": "released"})
-    assert [compiles_itself(c, gpu) for c in (own, on, off, released)] == [True, *[False] * 3]
-    assert not compiles_itself(own, cpu)
+    settings = ("auto", "on", "off")
+    assert [compiles_itself(one, gpu, own.static) for one in settings] == [True, False, False]
+    assert not compiles_itself("auto", gpu, released.static)
+    assert not compiles_itself("auto", cpu, own.static)
 
 
-def test_the_updater_of_a_cpu_takes_rates_and_parts() -> None:
+def test_the_step_of_a_cpu_takes_rates_and_parts() -> None:
     """Every update has its own rates, and the settings of the config reach it."""
     config = configure("tiny_cpu", {"optim.clip_grad": 0.1, "optim.penalty_l2": 0.1})
     model = small()
-    optimizer, broken = adamw(model, OPTIM), torch.zeros(())
-    make = updater(model, optimizer, config, torch.device("cpu"), n_parts=1, broken=broken)
+    optimizer = adamw(model, OPTIM)
+    make = build_step(model, optimizer, config, torch.device("cpu"))
     before = everything(model, optimizer)
     batch, noise = next(parts(model))
-    undrawn: list[Undrawn] = [(batch, lambda: noise)]
-    found = make(iter(undrawn), Rates(0.0, 0.5, 1.0))
+    found = make(iter([(batch, noise)]), Rates(0.0, 0.5, 1.0))
     assert float(found["penalty"]) > 0
     after = everything(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-3, atol=0)
-    make(iter(undrawn), Rates(0.1, 0.5, 0.5))
+    make(iter([(batch, noise)]), Rates(0.1, 0.5, 0.5))
     later = everything(model, optimizer)
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], later[name])}
     assert changed == {"encoder", "predictor", "target_encoder"}

@@ -27,7 +27,7 @@ from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
 from stopmim.weights.export import export
 from stopmim.weights.foreign import from_timm, set_eps
-from stopmim.weights.inspect import identify, variant
+from stopmim.weights.inspect import identify
 from stopmim.weights.load import PREDICTOR_TAG
 from tiny import NoiseImages, tiny, tiny_mae
 
@@ -507,7 +507,7 @@ def test_inspect_tells_stop_from_ijepa(name: str, project: str, predictor: str) 
 @pytest.mark.parametrize("covariance", ["tied", "untied", "fixed"])
 def test_inspect_calls_a_covariance_as_the_config_does(covariance: str) -> None:
     model = build(resolve(tiny(**{"positions.covariance": covariance})))
-    assert f" {covariance} covariance" in variant(model)
+    assert f" {covariance} covariance" in model.describe()
 
 
 def test_an_export_for_ijepa_says_how_many_epochs_were_made(tmp_path: Path) -> None:
