@@ -14,10 +14,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopmim.ablations.lines import Line, lines, metrics, untrained
-from stopmim.ablations.report import as_markdown, costs, differences, health, numbers
-from stopmim.ablations.run import Outcome
+from stopmim.ablations.report import (
+    Line,
+    costs,
+    differences,
+    health,
+    lines,
+    metrics,
+    numbers,
+    random_init,
+)
 from stopmim.ablations.table import Row, Table
+from stopmim.ablations.trial import Outcome
+from stopmim.base.tables import markdown
 from stopmim.evals.statistics import over_seeds
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
 
@@ -49,7 +58,7 @@ class Study:
 
     @cached_property
     def before(self) -> dict[str, float]:
-        return untrained(self.outcomes)
+        return random_init(self.outcomes)
 
 
 def studies(root: Path = RESULTS) -> list[Study]:
@@ -76,7 +85,7 @@ def all_tables(root: Path = RESULTS) -> dict[str, str]:
             "_health": health(study.lines),
             "_cost": costs(study.lines),
         }
-        found |= {f"{study.name}{what}": as_markdown(rows) for what, rows in tables.items() if rows}
+        found |= {f"{study.name}{what}": markdown(rows) for what, rows in tables.items() if rows}
     return found
 
 
@@ -88,18 +97,17 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
         for line in study.lines:
             ours = dict[str, tuple[Any, str]]()  # value, and how it is written
             for metric in metrics(study.lines):
-                gain = line.against(base, metric) if base else None
                 for what, sign, estimate in (
                     ("mean", "", line.estimate(metric)),
-                    ("difference", "+", gain),
+                    ("difference", "+", line.against(base, metric)),
                 ):
                     mean, half, _ = estimate or (None, None, 0)
                     ours[f"{metric}.{what}"] = mean, f"{sign}.1f"
                     ours[f"{metric}.{what}.half"] = half, ".1f"
             for key, form, value in (
-                ("norm_A", ".3f", line.norm(0)),
-                ("norm_mask_token", ".3f", line.norm(1)),
-                ("rank", ".1f", line.rank),
+                ("norm_A", ".3f", line.estimate("norm of A")),
+                ("norm_mask_token", ".3f", line.estimate("norm of m~")),
+                ("rank", ".1f", line.estimate("RankMe")),
             ):
                 ours[key] = value and value.mean, form
             timed = [run.seconds / 60 for run in line.runs if run.seconds]

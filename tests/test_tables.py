@@ -10,7 +10,7 @@ import pytest
 import results
 import tables
 from stopmim.ablations.record import as_text
-from stopmim.ablations.table import read
+from stopmim.ablations.table import read_table
 from stopmim.cli import main
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, flatten, parse_yaml
@@ -72,7 +72,7 @@ def test_the_command_above_a_table_gives_the_configs_of_its_records(study: resul
     shared = {key: parse_yaml(value, key) for key, value in options.items() if "." in key}
     preset = options["preset"]
     base = configure(str(tables.ROOT / preset) if "/" in preset else preset, shared)
-    rows = {row.name: row for row in read(file).rows}
+    rows = {row.name: row for row in read_table(file).rows}
     for one in study.records:
         ours = configure(base, rows[one["row"]].of(base) | {"seed": one["seed"]})
         tree = ours.model_dump(mode="json", exclude={"runtime"})

@@ -20,13 +20,14 @@ from test_videos import davis
 
 import results
 from stopmim import pretrain
-from stopmim.ablations import record
-from stopmim.ablations import report as ablation
 from stopmim.ablations import run as ablate
-from stopmim.ablations.jobs import places, updates_of
-from stopmim.ablations.lines import metric
-from stopmim.ablations.paper import TABLES, find, listing, printed
-from stopmim.ablations.trial import Question, Trial, identity, perform, questions
+from stopmim.ablations.paper import TABLES, find_table, listing
+from stopmim.ablations.questions import Question, questions
+from stopmim.ablations.record import write_records
+from stopmim.ablations.report import as_markdown, metric, write_report
+from stopmim.ablations.run import identity
+from stopmim.ablations.table import printed
+from stopmim.ablations.trial import TRIAL_JSON, Outcome, Trial, last_update, perform, places
 from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
 from stopmim.config.schema import Config, to_yaml
@@ -66,7 +67,9 @@ def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
 
 def test_data_in_one_part_are_told_the_way_out_that_ablate_has(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images")
-    with pytest.raises(DataError, match=r"as train/ and val/; name data that are, by --eval DATA"):
+    with pytest.raises(
+        DataError, match=r"as train/ and val/; name data that has both with --eval DATA"
+    ):
         plan("tie", tmp_path / "out", data=str(folder), evals=[])
 
 
@@ -82,7 +85,7 @@ def test_of_the_papers_numbers_a_page_speaks_where_there_are_some(
     name: str, has: bool, tmp_path: Path
 ) -> None:
     planned = plan(name, tmp_path)
-    text = ablation.markdown(planned, {"Results": [{"row": "a"}]})
+    text = as_markdown(planned, {"Results": [{"row": "a"}]})
     assert ("The paper's numbers" in text) == has
     assert "- seed: 0\n" in text  # not "seeds: 0"
 
@@ -97,15 +100,14 @@ def quick(planned: ablate.Plan) -> ablate.Plan:
     """`planned` with one question that is answered at once, instead of its own."""
     request = {"train": "scenes:24:32:3", "test": "scenes:24:32:4", "label": ["count"]}
     asked = (Question(("knn",), request),)
-    entries = [replace(e, trial=replace(e.trial, questions=asked)) for e in planned.entries]
-    return replace(planned, entries=tuple(entries))
+    return replace(planned, trials=tuple(replace(t, questions=asked) for t in planned.trials))
 
 
-def carried_out(planned: ablate.Plan) -> list[ablate.Outcome]:
+def carried_out(planned: ablate.Plan) -> list[Outcome]:
     """Every run, in this process."""
-    for entry in planned.trials.values():
-        perform(entry.trial)
-    return [ablate.outcome(entry, "") for entry in planned.entries]
+    for trial in planned.runs.values():
+        perform(trial)
+    return [Outcome.of_trial(trial) for trial in planned.trials]
 
 
 # ------------------------------------------------------------------------------ the tables
@@ -159,27 +161,27 @@ def test_numbers_are_those_printed_in_the_paper() -> None:
         ("lowres", "bilinear", 52.1),
         ("lowres", "max", 54.1),
     ):
-        assert find(table).quoted(row) == {one: value}
-    downstream = find("downstream")
+        assert find_table(table).quoted(row) == {one: value}
+    downstream = find_table("downstream")
     assert list(downstream.quoted("StoP", "ViT-H/14").values()) == [65.4, 79.0, 79.6, 79.6]
     assert list(downstream.quoted("I-JEPA ViT-L/16").values()) == [64.2, 76.1, 77.5, 77.5]
     assert downstream.quoted("MAE ViT-H/14") == {"100 %, last layer": 76.6, "100 %, best": 77.2}
     assert downstream.quoted("MSN ViT-L/7") == {"100 %, best": 80.7}
-    transfer = find("transfer")
+    transfer = find_table("transfer")
     assert list(transfer.quoted("StoP", "ViT-B/16").values()) == [81.2, 54.3, 44.7, 83.7, 71.3]
     assert list(transfer.quoted("iBOT ViT-L/16").values()) == [88.3, 60.4, 57.3, 85.7, 62.8]
     assert transfer.quoted("MAE ViT-L/16")["CLEVR/Count"] == 92.1
-    tracking = find("tracking")
+    tracking = find_table("tracking")
     assert list(tracking.quoted("I-JEPA", "ViT-L/16").values()) == [56.1, 55.7, 55.9]
     assert list(tracking.quoted("DINO ViT-B/16").values()) == [60.7, 63.9, 62.3]
-    assert [p.numbers["IN-1k, 1 %, fine-tuned"] for p in find("finetune").published] == [
+    assert [p.numbers["IN-1k, 1 %, fine-tuned"] for p in find_table("finetune").published] == [
         *(69.4, 71.7, 70.0, 69.7, 67.0),
     ]
 
 
 def test_the_numbers_beside_a_row_are_of_its_architecture_if_the_paper_has_it() -> None:
     assert printed("vit_h14") == "ViT-H/14"
-    table = find("downstream")
+    table = find_table("downstream")
     assert table.quoted("StoP", printed("vit_l16")) != table.quoted("StoP", printed("vit_b16"))
     assert table.quoted("StoP", printed("vit_micro6")) == table.quoted("StoP ViT-B/16")
 
@@ -211,18 +213,18 @@ def test_a_table_of_ones_own_has_its_rows_dotted_or_nested(tmp_path: Path) -> No
     file = own(tmp_path, text + "  b: {}\n  c+1_.x: {predictor: {width: 48, depth: 2}}\n")
     planned = plan(file, tmp_path / "out", seeds=2)
     assert (planned.name, planned.table.about, planned.table.baseline) == ("mine", "a try", "b")
-    shapes = {(e.row, e.seed): e.trial.config and e.trial.config.predictor for e in planned.entries}
+    shapes = {(t.row, t.seed): t.config and t.config.predictor for t in planned.trials}
     found = {(row, seed): (p.width, p.depth) for (row, seed), p in shapes.items() if p}
     assert found == {
         (row, seed): shape
         for row, shape in {"a": (48, 1), "b": (24, 1), "c+1_.x": (48, 2)}.items()
         for seed in (0, 1)
     }
-    (asked,) = planned.entries[0].trial.questions
+    (asked,) = planned.trials[0].questions
     assert asked.request["layers"] == "both"  # of all labels
-    assert [e.row for e in plan(file, tmp_path / "out", rows=["c+1_.x"]).entries] == ["c+1_.x"]
+    assert [t.row for t in plan(file, tmp_path / "out", rows=["c+1_.x"]).trials] == ["c+1_.x"]
     short = own(tmp_path, "rows:\n  first: {}\n")
-    assert (find(short).baseline, find(short).asks) == ("first", "few labels")
+    assert (find_table(short).baseline, find_table(short).asks) == ("first", "few labels")
     assert listing(short) == "mine: mine (not in the paper)\n  first"
 
 
@@ -236,11 +238,11 @@ def test_a_table_of_ones_own_has_its_rows_dotted_or_nested(tmp_path: Path) -> No
         ("rows: [a, b]", "a table needs rows"),
         ("rows: {a: {}, a: {}}", "line 1: duplicate key 'a'"),
         ("row: 1\nrows: {a: {}}", "row: unknown key; there are about, baseline, asks, rows"),
-        ("rows: {a: 3}", "row a: expected {key of the config: value}"),
-        ("rows: {a: {1: 2}}", "row a: expected {key of the config: value}"),
-        ("rows: {a/b: {}}", "row a/b: a name is made of letters, digits and . _ - +"),
-        ("rows: {..: {}}", "row ..: a name is made of letters"),
-        ("rows: {0.5: {}}", "row 0.5: a name is made of letters"),
+        ("rows: {a: 3}", "row a: expected {config key: value}"),
+        ("rows: {a: {1: 2}}", "row a: expected {config key: value}"),
+        ("rows: {a/b: {}}", "row a/b: a name consists of letters, digits and . _ - +"),
+        ("rows: {..: {}}", "row ..: a name consists of letters"),
+        ("rows: {0.5: {}}", "row 0.5: a name consists of letters"),
         ("rows: {a: {seed: 3}}", "row a: seed is the same for all rows"),
         ("rows: {a: {runtime.threads: 1}}", "row a: runtime.threads is the same for all rows"),
         ("baseline: b\nrows: {a: {}}", "baseline b: no such row; there are a"),
@@ -252,7 +254,7 @@ def test_a_table_that_makes_no_sense_is_refused_in_a_line_with_the_file(
 ) -> None:
     file = own(tmp_path, text)
     with pytest.raises(UserError) as caught:
-        find(file)
+        find_table(file)
     assert str(caught.value).startswith(f"{file}: {said}")
     assert "\n" not in str(caught.value)
 
@@ -261,10 +263,10 @@ def test_a_table_of_ones_own_can_neither_hide_another_nor_have_unknown_keys(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml: cannot read this table: No such file"):
-        find("nowhere.yaml")
+        find_table("nowhere.yaml")
     for taken in ("positions.yaml", "runs.yml"):
         with pytest.raises(UserError, match=r"is taken; rename the file"):
-            find(taken)
+            find_table(taken)
     file = own(tmp_path, "rows: {a: {}, wide: {predictor.widht: 384}}")
     with pytest.raises(UserError) as caught:
         plan(file, tmp_path)
@@ -304,7 +306,7 @@ def test_a_run_is_known_by_config_data_and_seed_not_by_its_table(tmp_path: Path)
     covariance, norms = (plan(name, tmp_path, seeds=2) for name in ("covariance", "norms"))
 
     def paths(planned: ablate.Plan) -> set[str]:
-        return {path.name.rsplit("-", 1)[1] for path in planned.trials}
+        return {path.name.rsplit("-", 1)[1] for path in planned.runs}
 
     assert paths(norms) < paths(covariance)
     assert len(paths(norms)) == 16
@@ -313,17 +315,17 @@ def test_a_run_is_known_by_config_data_and_seed_not_by_its_table(tmp_path: Path)
     slower = plan("norms", tmp_path, seeds=2, preset=small(runtime={"log_every": 2}))
     assert paths(slower) == paths(norms)  # how it is carried out does not matter
     # A run that is there under the name of another table is that run.
-    (path,) = (p for p in covariance.trials if p.name.startswith("learned-0.5-0-"))
+    (path,) = (p for p in covariance.runs if p.name.startswith("learned-0.5-0-"))
     path.with_name(path.name.replace("learned-0.5", "other")).mkdir(parents=True)
-    again = {e.row: e.trial.path.name for e in plan("norms", tmp_path).entries}
+    again = {t.row: t.path.name for t in plan("norms", tmp_path).trials}
     assert again["learned-0.5"].startswith("other-0-")
 
 
 def test_rows_that_are_the_same_are_one_run(tmp_path: Path) -> None:
     planned = plan("positions", tmp_path, rows=["StoP"])
-    (entry,) = planned.entries
-    twice = replace(planned, entries=(entry, replace(entry, row="again")))
-    assert len(twice.trials) == 1
+    (trial,) = planned.trials
+    twice = replace(planned, trials=(trial, replace(trial, row="again")))
+    assert len(twice.runs) == 1
     assert [o.row for o in carried_out(quick(twice))] == ["StoP", "again"]
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
@@ -332,7 +334,7 @@ def test_rows_that_are_the_same_are_one_run(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"rows": ["stop"]}, "--rows stop: no such row; there are sine-cosine"),
-        ({"seeds": 0}, "--seeds 0: at least one"),
+        ({"seeds": 0}, "--seeds 0: expected 1 or more"),
         ({"data": "scenes:4:32"}, "sine-cosine: 4 images do not fill one batch"),
         ({"few": "many"}, "--few many: neither"),
         ({"checkpoints": ["MAE"]}, "--checkpoint MAE: expected NAME=FILE"),
@@ -357,10 +359,10 @@ def test_broken_images_to_evaluate_on_are_found_before_anything_trains_unless_sk
     said = str(caught.value)
     assert said.startswith(f"{root}: 2 of 56 images to evaluate on cannot be read, first part0/003")
     assert "--data.skip FILE" in said
-    with pytest.raises(DataError, match=r"mend or remove them$"):  # a list is for --data alone
+    with pytest.raises(DataError, match=r"fix or remove them$"):  # a list is for --data alone
         plan("positions", tmp_path / "o", **options | {"data": "scenes:16:32", "evals": [root]})
     with monkeypatch.context() as patch:
-        patch.setattr("stopmim.ablations.trial.LOOKED", 55)
+        patch.setattr("stopmim.ablations.questions.MAX_CHECKED", 55)
         assert plan("positions", tmp_path / "o", **options)  # too many to read just in case
     check(root, "tiny_cpu", fix_list=fixes)
     options["changes"] = {"data.skip": str(fixes)}
@@ -370,8 +372,8 @@ def test_broken_images_to_evaluate_on_are_found_before_anything_trains_unless_sk
     assert {a["train_data"] for a in done.answers} == {f"{root} (39 images)"}
     assert {a["test_data"] for a in done.answers} == {f"{root} (15 images)"}
     fixes.write_text(fixes.read_text() + '{"name": "part0/004.png"}\n')
-    (entry,) = plan("positions", tmp_path / "o", **options).entries
-    assert entry.trial.path.name != done.run  # other images, another run
+    (trial,) = plan("positions", tmp_path / "o", **options).trials
+    assert trial.path.name != done.run  # other images, another run
 
 
 @pytest.mark.parametrize("what", ["image", "more images", "labels", "few", "skip"])
@@ -395,8 +397,8 @@ def test_answers_are_of_the_data_as_they_are_and_not_of_their_names(
         return Trial(tmp_path / "run", data, None, asked, "random:vit_micro6@24")
 
     before = trial()
-    assert trial().kept == before.kept
-    assert Trial.from_json(before.as_json()).kept == before.kept
+    assert trial().answers_file == before.answers_file
+    assert TRIAL_JSON.validate_json(TRIAL_JSON.dump_json(before)) == before
     size = image.stat().st_size
     if what == "image":
         Image.new("RGB", (24, 24), "blue").save(image, compress_level=0)
@@ -409,7 +411,7 @@ def test_answers_are_of_the_data_as_they_are_and_not_of_their_names(
         few.write_text("\n".join(names[1::2]))
     else:
         skip.write_text(skip.read_text() + '{"name": "part0/001.png", "part": "test"}\n')
-    assert trial().kept != before.kept
+    assert trial().answers_file != before.answers_file
     if what == "skip":
         (*_, answer) = perform(trial())
         assert answer["test_data"].endswith("(14 images)")
@@ -420,11 +422,11 @@ def test_answers_about_scenes_are_of_their_version(
 ) -> None:
     def kept(asks: Any) -> Path:
         asked = questions(asks, "scenes:16:32", 32, [], "2")
-        return Trial(tmp_path, "scenes:16:32", None, asked).kept
+        return Trial(tmp_path, "scenes:16:32", None, asked).answers_file
 
     before = {asks: kept(asks) for asks in ("quick", "tracking")}
     assert before == {asks: kept(asks) for asks in before}
-    monkeypatch.setattr("stopmim.ablations.trial.RENDERER", "scenes-v2")
+    monkeypatch.setattr("stopmim.ablations.questions.RENDERER", "scenes-v2")
     for asks, path in before.items():
         assert kept(asks) != path
 
@@ -449,7 +451,7 @@ def test_a_run_to_compare_with_that_has_gone_on_is_asked_again(tmp_path: Path) -
 
     def borrowed() -> Trial:
         given = [f"other={tmp_path / 'other'}"]
-        return plan("positions", tmp_path, rows=["StoP"], checkpoints=given).entries[-1].trial
+        return plan("positions", tmp_path, rows=["StoP"], checkpoints=given).trials[-1]
 
     before = borrowed()
     assert borrowed() == before
@@ -529,7 +531,7 @@ def test_every_row_of_every_table_runs(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"evals": ["scenes:1:32"]} if name == "tracking" else {}
     planned = plan(name, tmp_path, **options)
     found = carried_out(planned)
-    page = ablation.write(planned, found)
+    page = write_report(planned, found)
     assert len(found) == len(TABLES[name].rows)
     assert all(run.answers for run in found)
     assert (page.parent / "accuracy.png").exists() == bool(planned.table.axis)
@@ -540,11 +542,9 @@ def answer(value: float, protocol: str = "lowshot", **more: Any) -> dict[str, An
     return fields | {"random_init": 0.1, "on": ""} | more
 
 
-def made_up(row: str, seed: int, *values: float, problem: str = "") -> ablate.Outcome:
+def made_up(row: str, seed: int, *values: float, problem: str = "") -> Outcome:
     answers = [answer(v) for v in values]
-    return ablate.Outcome(
-        row, seed, f"{row}-{seed}", answers, problem, "healthy", (2.0, 0.5), 100, 50.0
-    )
+    return Outcome(row, seed, f"{row}-{seed}", answers, problem, "healthy", (2.0, 0.5), 100, 50.0)
 
 
 def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
@@ -555,7 +555,7 @@ def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
     found = [made_up(row, i, v) for row, pair in values.items() for i, v in enumerate(pair)]
     other = [answer(0.6, random_init=0.5)]  # of another network: not the random init of this table
     found.append(dataclasses.replace(made_up("somebody's", 0), answers=other))
-    page = ablation.write(planned, found)
+    page = write_report(planned, found)
     with (page.parent / "table.csv").open() as file:
         rows = {row["row"]: row for row in csv.DictReader(file)}
     assert float(rows["StoP"]["mean"]) == pytest.approx(43.0)
@@ -579,7 +579,7 @@ def test_a_page_escapes_what_others_wrote_and_needs_nothing(tmp_path: Path) -> N
     planned = plan("lr", tmp_path, rows=["StoP-x1", "StoP-x2"])
     evil = "<script>alert(1)</script>|"
     found = [made_up("StoP-x1", 0, 0.5), made_up("StoP-x2", 0, problem=evil)]
-    page = ablation.write(replace(planned, preset=evil), found)
+    page = write_report(replace(planned, preset=evil), found)
     html = page.read_text()
     assert "<script" not in html
     assert "&lt;script&gt;" in html
@@ -593,8 +593,8 @@ def test_a_page_escapes_what_others_wrote_and_needs_nothing(tmp_path: Path) -> N
 def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Path) -> None:
     """Through processes: one fails, one trains, one is done already."""
     planned = quick(plan("positions", tmp_path))
-    bad, known, new = (entry.trial.path for entry in planned.entries)
-    perform(planned.entries[1].trial)
+    bad, known, new = (trial.path for trial in planned.trials)
+    perform(planned.trials[1])
     before = (known / "results.jsonl").stat().st_mtime_ns
     bad.mkdir(parents=True)
     (bad / "run.json").write_text("not a run")
@@ -606,19 +606,19 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     assert "(exit code 4)" in text
     assert "| sine-cosine | 54.3 | - |" in text
     assert [bool(run.answers) for run in found.outcomes] == [False, True, True]
-    assert updates_of(new) == updates_of(known) == 2
+    assert last_update(new) == last_update(known) == 2
     assert (known / "results.jsonl").stat().st_mtime_ns == before  # neither trained nor asked again
     records = {path.name: json.loads(path.read_text()) for path in page_records(planned)}
     assert list(records) == ["StoP-0.json", "learned-0.json", "sine-cosine-0.json"]
     failure = records["sine-cosine-0.json"]
     assert (failure["problem"], failure["curve"]) == (found.outcomes[0].problem, [])
-    assert ablate.Outcome.of_record(failure) == found.outcomes[0]
+    assert Outcome.of_record(failure) == found.outcomes[0]
     one, stop = records["StoP-0.json"], found.outcomes[2]
     assert Config.model_validate_json(json.dumps(one["config"])).positions.kind == "stochastic"
     assert one["data"] == Run(new).about["data"]
     assert one["environment"].keys() >= {"versions", "git", "device"}
     assert [row["step"] for row in one["curve"]] == [1, 2]
-    again = ablate.Outcome.of_record(one)
+    again = Outcome.of_record(one)
     assert (again.row, again.seed, again.updates) == ("StoP", 0, 2)
     assert again.norms == pytest.approx(stop.norms, rel=1e-3)
     assert (again.rank, stop.rank) == (None, None)  # health was not measured
@@ -631,10 +631,10 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
 
 def test_a_table_that_is_cut_short_has_what_is_done_and_says_what_is_not(tmp_path: Path) -> None:
     planned = quick(plan("positions", tmp_path))
-    perform(planned.entries[1].trial)
-    found = [ablate.so_far(entry, {}) for entry in planned.entries]
-    page = ablation.write(planned, found)
-    record.write(planned, found)
+    perform(planned.trials[1])
+    found = [Outcome.of_trial(trial) for trial in planned.trials]
+    page = write_report(planned, found)
+    write_records(planned, found)
     text = (page.parent / "table.md").read_text()
     assert text.count("| not finished |") == 2
     assert [path.name for path in page_records(planned)] == ["learned-0.json"]
@@ -675,8 +675,8 @@ def killed_at(fault: str, work: Callable[[], object]) -> int:
 
 def test_a_trial_killed_anywhere_gives_the_same_answers(tmp_path: Path) -> None:
     def trial(out: str) -> Trial:
-        (entry,) = quick(plan("positions", tmp_path / out, rows=["StoP"])).entries
-        return entry.trial
+        (only,) = quick(plan("positions", tmp_path / out, rows=["StoP"])).trials
+        return only
 
     def values(found: list[dict[str, Any]]) -> list[Any]:
         return [(a["protocol"], a["label"], a["value"], a["random_init"]) for a in found]

@@ -1,6 +1,6 @@
-"""All that is worth keeping of a run of an ablation without its directory, as one file of JSON.
+"""Records: one JSON file per run with everything worth publishing, without its run directory.
 
-It has the whole config, so that the run can be had again, but neither the host nor where it was.
+A record has the whole config, so that the run can be repeated, but neither host nor paths.
 """
 
 import json
@@ -8,37 +8,35 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stopmim.ablations.trial import UNFINISHED, Outcome, Trial
 from stopmim.base.errors import UserError
 from stopmim.base.files import write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
 from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
-    from stopmim.ablations.jobs import Entry
-    from stopmim.ablations.run import Outcome, Plan
+    from stopmim.ablations.run import Plan
 
 CURVE = ("step", "epoch", "lr", "images_per_s", *KEYS, "feature_rank")
 ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
 
 
-def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> None:
-    """OUT/TABLE/records/ROW-SEED.json of runs that ended; those that were not planned stay."""
+def write_records(planned: "Plan", outcomes: Sequence[Outcome]) -> None:
+    """Writes OUT/TABLE/records/ROW-SEED.json for runs that ended; keeps all other records."""
     folder = planned.out / planned.name / "records"
     folder.mkdir(parents=True, exist_ok=True)
-    for entry, outcome in zip(planned.entries, outcomes, strict=True):
-        if not outcome.ended:
-            continue
-        tree = record(planned, entry, outcome)
-        name = re.sub(r"[^A-Za-z0-9._+-]+", "-", entry.row)  # an encoder of others has any name
-        name += f"-{entry.seed}" if entry.trial.config else ""
-        write_whole(folder / f"{name}.json", as_text(tree))
+    for trial, outcome in zip(planned.trials, outcomes, strict=True):
+        if outcome.problem != UNFINISHED:
+            name = re.sub(r"[^A-Za-z0-9._+-]+", "-", trial.row)  # checkpoints have arbitrary names
+            name += f"-{trial.seed}" if trial.config else ""
+            write_whole(folder / f"{name}.json", as_text(_record(planned, trial, outcome)))
 
 
-def record(planned: "Plan", entry: "Entry", outcome: "Outcome") -> dict[str, Any]:
-    run, config = Run(entry.trial.path), entry.trial.config
+def _record(planned: "Plan", trial: Trial, outcome: Outcome) -> dict[str, Any]:
+    run = Run(trial.path)
     try:
         about = run.about
-    except UserError:  # it did not get so far, or nothing was trained
+    except UserError:  # it failed before it began, or nothing was trained
         about = {"data": {"source": planned.data}, "starts": [{}]}
     metrics, start = run.metrics, about["starts"][-1]
     untrained = metrics[0].get("random_init", {}) if metrics else {}
@@ -51,7 +49,7 @@ def record(planned: "Plan", entry: "Entry", outcome: "Outcome") -> dict[str, Any
         "seed": outcome.seed,
         "run": outcome.run,
         "preset": planned.preset,
-        "config": config and config.model_dump(mode="json"),
+        "config": trial.config and trial.config.model_dump(mode="json"),
         "data": about["data"],
         "environment": {key: start[key] for key in ENVIRONMENT if key in start},
         "updates": outcome.updates,
@@ -65,7 +63,7 @@ def record(planned: "Plan", entry: "Entry", outcome: "Outcome") -> dict[str, Any
 
 
 def as_text(tree: Mapping[str, Any]) -> str:
-    """JSON with a line for every key, answer and line of the curve: small, and fit for a diff."""
+    """JSON with one line per key, answer and point of the curve: small, and good to diff."""
     lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in tree.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -1,25 +1,26 @@
-"""The table of an ablation: numbers over seeds beside the paper's, as Markdown, CSV and one page.
+"""The table of an ablation: rows over seeds beside the paper's numbers, as Markdown, CSV and HTML.
 
-Formats only. What can differ between two equal ablations, time, is in tables of its own.
+Times, which differ between two equal ablations, have tables and files of their own.
 """
 
 import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stopmim.ablations.lines import Line, lines, metrics, untrained
-from stopmim.ablations.paper import printed
+from stopmim.ablations.table import Row, Table, printed
+from stopmim.ablations.trial import Answer, Outcome
+from stopmim.base import tables
 from stopmim.base.console import duration
 from stopmim.base.files import write_whole
-from stopmim.evals.statistics import Estimate, over_seeds
-from stopmim.evals.table import text
+from stopmim.evals.statistics import Estimate, over_seeds, paired
+from stopmim.evals.suite import TRACKED
 from stopmim.insight.analyse import DPI
 from stopmim.insight.figures import collapse, pictures, sweep
 from stopmim.runs.run import Run
@@ -27,120 +28,162 @@ from stopmim.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from stopmim.ablations.run import Outcome, Plan
+    from stopmim.ablations.run import Plan
 
 HERE = Path(__file__).parent
 PM = "\u00b1"
-NOTE = (
-    "Percent; mean over seeds with its 95 % interval over seeds (Student's t), none for one seed."
-)
-OF_THE_PAPER = (
-    " The paper's numbers are top-1 on ImageNet-1k or what the column says, of models of other "
+NOTE = "Percent; mean over seeds with its 95 % interval (Student's t), none for a single seed."
+PAPER_NOTE = (
+    " The paper's numbers are top-1 on ImageNet-1k, or what the column says, of models of other "
     "size and training: compare differences between rows, not numbers."
 )
+HEALTH = {"norm of A": 3, "norm of m~": 3, "RankMe": 1}  # digits to show
 Cells = dict[str, str]
 
 
-def write(planned: "Plan", outcomes: Sequence["Outcome"]) -> Path:
-    """table.md, table.csv, cost.csv, results.jsonl, figures and table.html; where the page is."""
-    folder = planned.out / planned.name
-    folder.mkdir(parents=True, exist_ok=True)
-    found, before = lines(planned.table, planned.base.arch, outcomes), untrained(outcomes)
-    drawn = figures(planned, found, before)
-    for name, figure in drawn.items():
-        with pictures.house_style():
-            figure.savefig(folder / f"{name}.png", dpi=DPI)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-    tables = {
-        "Results": numbers(found, before),
-        f"Difference to {planned.table.baseline}, seed by seed": differences(
-            planned.table.baseline, found
-        ),
-        "Health": health(found),
-        "As published": published(planned),
-        "Cost": costs(found),
-    }
-    tables = {title: rows for title, rows in tables.items() if rows}
-    write_whole(folder / "results.jsonl", "".join(result(planned, run) for run in outcomes))
-    write_whole(folder / "table.csv", as_csv(long(planned, found, before)))
-    write_whole(folder / "cost.csv", as_csv(costs(found)))
-    write_whole(folder / "table.md", markdown(planned, tables))
-    write_whole(folder / "table.html", page(planned, tables, drawn))
-    return folder / "table.html"
+# ------------------------------------------------------------------------------ rows over seeds
 
 
-# ------------------------------------------------------------------------------ the tables
+@dataclass(frozen=True)
+class Line:
+    """A row over its seeds."""
+
+    row: Row
+    paper: Mapping[str, float]
+    values: Mapping[str, Mapping[int, float]]  # metric -> seed -> percent
+    health: Mapping[str, Mapping[int, float]]  # key of HEALTH -> seed -> value
+    runs: Sequence[Outcome]
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    def per_seed(self, what: str) -> list[float]:
+        return list((self.values.get(what) or self.health.get(what) or {}).values())
+
+    def estimate(self, what: str) -> Estimate | None:
+        values = self.per_seed(what)
+        return over_seeds(values) if values else None
+
+    def against(self, other: "Line | None", metric: str) -> Estimate | None:
+        """Paired difference to another row."""
+        if other is None or other is self:
+            return None
+        return paired(self.values.get(metric, {}), other.values.get(metric, {}))
+
+    @property
+    def verdict(self) -> str:
+        """Verdicts of the doctor, or problems, of all seeds."""
+        said = [run.problem or run.verdict for run in self.runs]
+        return "; ".join(
+            f"{one} ({said.count(one)} of {len(said)})" if said.count(one) < len(said) else one
+            for one in dict.fromkeys(said)
+        )
 
 
-def shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
-    if estimate is None:
-        return "-"
-    half = "" if estimate.half is None else f" {PM} {estimate.half:.{digits}f}"
-    return f"{estimate.mean:{sign}.{digits}f}{half}"
+def lines(table: Table, arch: str, outcomes: Sequence[Outcome]) -> list[Line]:
+    """Rows in the order of the outcomes, with the paper's numbers for `arch`."""
+    rows, found = {row.name: row for row in table.rows}, []
+    for name in dict.fromkeys(run.row for run in outcomes):
+        runs = [run for run in outcomes if run.row == name]
+        values: dict[str, dict[int, float]] = {}
+        for run in runs:
+            for answer in run.answers:
+                if what := metric(answer):
+                    values.setdefault(what, {})[run.seed] = 100 * answer["value"]
+        health = {
+            "norm of A": {run.seed: run.norms[0] for run in runs if run.norms},
+            "norm of m~": {run.seed: run.norms[1] for run in runs if run.norms},
+            "RankMe": {run.seed: run.rank for run in runs if run.rank is not None},
+        }
+        row = rows.get(name, Row(name, {}))  # a given checkpoint is no row of the table
+        found.append(Line(row, table.quoted(name, printed(arch)), values, health, runs))
+    return found
+
+
+def metric(answer: Answer) -> str | None:
+    """Name of the column of an answer; None if it is not shown."""
+    if answer["protocol"] == "tracking":
+        return answer["name"] if answer["name"] in TRACKED else None
+    if answer["name"] != "accuracy":
+        return None
+    label = "" if answer["label"] == "class" else answer["label"]
+    return " ".join(filter(None, [answer["protocol"], label, answer.get("on", "")]))
+
+
+def metrics(found: Sequence[Line]) -> list[str]:
+    """All columns, with the metric of the paper's ablations first."""
+    names = dict.fromkeys(what for line in found for what in line.values)
+    return sorted(names, key=lambda name: not name.startswith("lowshot"))
+
+
+def random_init(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Metrics of the first row's network before training; other rows may have other networks."""
+    found: dict[str, float] = {}
+    for run in outcomes:
+        for answer in run.answers:
+            if "random_init" in answer and (what := metric(answer)):
+                found.setdefault(what, 100 * answer["random_init"])
+    return found
+
+
+# ------------------------------------------------------------------------------ tables
 
 
 def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
-    names, paper = metrics(found), _quoted(found)
+    """Means over seeds; `before` are the metrics of the network before training."""
+    columns = _columns(found)
     rows = [
         {"row": line.name}
-        | {f"paper: {c}": f"{line.paper[c]:.1f}" if c in line.paper else "-" for c in paper}
-        | {name: shown(line.estimate(name)) for name in names}
+        | {f"paper: {c}": _decimal(line.paper.get(c)) for c in columns}
+        | {name: _shown(line.estimate(name)) for name in metrics(found)}
         for line in found
     ]
     if before:
-        blank = dict.fromkeys(rows[0], "")
-        rows.append(
-            blank | {"row": "random init"} | {name: f"{before[name]:.1f}" for name in before}
-        )
+        last = {"row": "random init"} | {name: _decimal(value) for name, value in before.items()}
+        rows.append(dict.fromkeys(rows[0], "") | last)
     return rows
-
-
-def _quoted(found: Sequence[Line]) -> list[str]:
-    return list(dict.fromkeys(column for line in found for column in line.paper))
 
 
 def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
-    base = next((line for line in found if line.name == baseline), None)
+    """Paired differences to the baseline; empty if it is not among the rows."""
+    base = _named(baseline, found)
     if base is None:
         return []
-    rows = [
+
+    def paper(line: Line, column: str) -> float | None:
+        both = column in line.paper and column in base.paper
+        return line.paper[column] - base.paper[column] if both else None
+
+    return [
         {"row": line.name}
-        | {
-            f"paper: {c}": f"{line.paper[c] - base.paper[c]:+.1f}"
-            if c in line.paper and c in base.paper
-            else "-"
-            for c in _quoted(found)
-        }
-        | {name: shown(line.against(base, name), "+") for name in metrics(found)}
+        | {f"paper: {c}": _decimal(paper(line, c), "+") for c in _columns(found)}
+        | {name: _shown(line.against(base, name), "+") for name in metrics(found)}
         for line in found
         if line is not base
     ]
-    return rows
 
 
 def health(found: Sequence[Line]) -> list[Cells]:
     return [
         {"row": line.name, "seeds": str(len(line.runs)), "verdict": line.verdict}
-        | {"norm of A": shown(line.norm(0), digits=3), "norm of m~": shown(line.norm(1), digits=3)}
-        | {"RankMe": shown(line.rank)}
+        | {name: _shown(line.estimate(name), digits=digits) for name, digits in HEALTH.items()}
         for line in found
     ]
 
 
-def published(planned: "Plan") -> list[Cells]:
-    columns = planned.table.columns
+def published(table: Table) -> list[Cells]:
     return [
         {"method": p.method, "architecture": p.arch}
-        | {c: f"{p.numbers[c]:.1f}" if c in p.numbers else "-" for c in columns}
-        for p in planned.table.published
+        | {c: _decimal(p.numbers.get(c)) for c in table.columns}
+        for p in table.published
     ]
 
 
 def costs(found: Sequence[Line]) -> list[Cells]:
     rows = []
     for line in found:
-        timed = [run for run in line.runs if run.seconds]
-        if timed:
+        if timed := [run for run in line.runs if run.seconds]:
             seconds = over_seeds([run.seconds for run in timed]).mean
             rate = over_seeds([run.updates / run.seconds for run in timed]).mean
             cells = {"row": line.name, "updates": f"{timed[0].updates:,}"}
@@ -148,62 +191,86 @@ def costs(found: Sequence[Line]) -> list[Cells]:
     return rows
 
 
-def long(planned: "Plan", found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
-    """One line per row and metric, with all digits: for programs."""
-    base = next((line for line in found if line.name == planned.table.baseline), None)
+def all_digits(
+    planned: "Plan", found: Sequence[Line], before: Mapping[str, float]
+) -> list[dict[str, object]]:
+    """Rows of table.csv: one per row and metric, with all digits, for programs."""
+    base = _named(planned.table.baseline, found)
     rows = []
     for line in found:
+        norms = [line.estimate(which) for which in ("norm of A", "norm of m~")]
         for name in metrics(found):
-            own = line.estimate(name)
-            gain = line.against(base, name) if base else None
             cells: dict[str, object] = {"table": planned.name, "row": line.name, "metric": name}
-            for key, estimate in (("", own), ("difference_", gain)):
+            estimates = {"": line.estimate(name), "difference_": line.against(base, name)}
+            for key, estimate in estimates.items():
                 mean, half, n = estimate or (None, None, 0)
                 cells |= {f"{key}mean": mean, f"{key}half": half, f"{key}seeds": n}
             cells |= {"random_init": before.get(name), "verdict": line.verdict}
-            norms = [line.norm(which) for which in (0, 1)]
             cells |= {"norm_A": norms[0] and norms[0].mean}
             cells |= {"norm_mask_token": norms[1] and norms[1].mean}
-            cells |= {"paper": json.dumps(line.paper) if line.paper else None}
-            rows.append({key: "" if v is None else str(v) for key, v in cells.items()})
+            rows.append(cells | {"paper": json.dumps(line.paper) if line.paper else None})
     return rows
 
 
-def result(planned: "Plan", run: "Outcome") -> str:
-    """A line of results.jsonl."""
-    tree = {"table": planned.name, "preset": planned.preset, "data": planned.data}
-    return json.dumps(tree | asdict(run)) + "\n"
+def _named(name: str, found: Sequence[Line]) -> Line | None:
+    return next((line for line in found if line.name == name), None)
 
 
-# ------------------------------------------------------------------------------ as files
+def _columns(found: Sequence[Line]) -> list[str]:
+    """Names of the paper's numbers that any row has."""
+    return list(dict.fromkeys(column for line in found for column in line.paper))
 
 
-def note(planned: "Plan") -> str:
-    """How to read the main table; of the paper's numbers only where it has some."""
-    return NOTE + (OF_THE_PAPER if planned.table.columns else "")
+def _decimal(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.1f}"
 
 
-def facts(planned: "Plan") -> Cells:
-    seeds = sorted({entry.seed for entry in planned.entries if entry.trial.config})
-    return {
-        "in the paper": planned.table.source,
-        "preset": planned.preset,
-        "network": f"{printed(planned.base.arch)}, {planned.base.image_size} px",
-        "pretrained on": planned.data,
-        "seeds" if len(seeds) != 1 else "seed": ", ".join(map(str, seeds)) or "-",
-        "asked": "; ".join(
-            f"{', '.join(q.protocols)} on {q.on or _source(q.request)}"
-            for q in planned.entries[0].trial.questions
-        ),
+def _shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
+    if estimate is None:
+        return "-"
+    half = "" if estimate.half is None else f" {PM} {estimate.half:.{digits}f}"
+    return f"{estimate.mean:{sign}.{digits}f}{half}"
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def write_report(planned: "Plan", outcomes: Sequence[Outcome]) -> Path:
+    """Writes table.md, table.csv, cost.csv, results.jsonl, figures and table.html, the page."""
+    folder, table = planned.out / planned.name, planned.table
+    folder.mkdir(parents=True, exist_ok=True)
+    found, before = lines(table, planned.base.arch, outcomes), random_init(outcomes)
+    drawn = figures(planned, found, before)
+    for name, figure in drawn.items():
+        with pictures.house_style():
+            figure.savefig(folder / f"{name}.png", dpi=DPI)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    sections = {
+        "Results": numbers(found, before),
+        f"Difference to {table.baseline}, seed by seed": differences(table.baseline, found),
+        "Health": health(found),
+        "As published": published(table),
+        "Cost": costs(found),
     }
+    sections = {title: rows for title, rows in sections.items() if rows}
+    about = {"table": planned.name, "preset": planned.preset, "data": planned.data}
+    results = "".join(json.dumps(about | asdict(run)) + "\n" for run in outcomes)
+    write_whole(folder / "results.jsonl", results)
+    write_whole(folder / "table.csv", as_csv(all_digits(planned, found, before)))
+    write_whole(folder / "cost.csv", as_csv(costs(found)))
+    write_whole(folder / "table.md", as_markdown(planned, sections))
+    write_whole(folder / "table.html", as_page(planned, sections, drawn))
+    return folder / "table.html"
 
 
-def _source(request: Mapping[str, object]) -> str:
-    known = [request.get(key) for key in ("data", "videos", "train", "test")]
-    return " and ".join(str(one) for one in known if one)
+def terminal(planned: "Plan", outcomes: Sequence[Outcome]) -> str:
+    """Results and health as aligned text."""
+    found = lines(planned.table, planned.base.arch, outcomes)
+    shown = numbers(found, random_init(outcomes)), health(found)
+    return "\n\n".join(map(tables.aligned, shown))
 
 
-def as_csv(rows: Sequence[Cells]) -> str:
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
     file = io.StringIO()
     if rows:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -212,30 +279,18 @@ def as_csv(rows: Sequence[Cells]) -> str:
     return file.getvalue()
 
 
-def as_markdown(rows: Sequence[Cells]) -> str:
-    cells = [list(rows[0]), ["---"] * len(rows[0])]
-    cells += [[cell.replace("|", "\\|") for cell in row.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def markdown(planned: "Plan", tables: Mapping[str, Sequence[Cells]]) -> str:
+def as_markdown(planned: "Plan", sections: Mapping[str, Sequence[Cells]]) -> str:
     parts = [f"# {planned.name}: {planned.table.about}"]
-    parts += ["\n".join(f"- {name}: {value}" for name, value in facts(planned).items())]
-    for title, rows in tables.items():
-        parts += [f"## {title}", as_markdown(rows)]
+    parts += ["\n".join(f"- {name}: {value}" for name, value in _facts(planned).items())]
+    for title, rows in sections.items():
+        parts += [f"## {title}", tables.markdown(rows)]
         if title == "Results":
-            parts += [" ".join(filter(None, [note(planned), planned.table.note]))]
+            parts += [" ".join(filter(None, [_note(planned), planned.table.note]))]
     return "\n\n".join(parts) + "\n"
 
 
-def terminal(planned: "Plan", outcomes: Sequence["Outcome"]) -> str:
-    """The main table, aligned, and the health of the runs."""
-    found = lines(planned.table, planned.base.arch, outcomes)
-    return f"{text(numbers(found, untrained(outcomes)))}\n\n{text(health(found))}"
-
-
-def page(
-    planned: "Plan", tables: Mapping[str, Sequence[Cells]], drawn: Mapping[str, "Figure"]
+def as_page(
+    planned: "Plan", sections: Mapping[str, Sequence[Cells]], drawn: Mapping[str, "Figure"]
 ) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
@@ -243,52 +298,61 @@ def page(
     return environment.get_template("ablation.html").render(
         name=planned.name,
         table=planned.table,
-        facts=facts(planned),
-        tables=tables,
-        note=note(planned),
+        facts=_facts(planned),
+        tables=sections,
+        note=_note(planned),
         figures={name: Markup(pictures.svg(figure, name)) for name, figure in drawn.items()},
         css=Markup((HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")),
     )
 
 
-# ------------------------------------------------------------------------------ the figures
+def _note(planned: "Plan") -> str:
+    return NOTE + (PAPER_NOTE if planned.table.columns else "")
+
+
+def _facts(planned: "Plan") -> Cells:
+    seeds = sorted({trial.seed for trial in planned.trials if trial.config})
+    asked = []
+    for q in planned.trials[0].questions:
+        sources = [q.request.get(key) for key in ("data", "videos", "train", "test")]
+        asked.append(f"{', '.join(q.protocols)} on {q.on or ' and '.join(filter(None, sources))}")
+    return {
+        "in the paper": planned.table.source,
+        "preset": planned.preset,
+        "network": f"{printed(planned.base.arch)}, {planned.base.image_size} px",
+        "pretrained on": planned.data,
+        "seeds" if len(seeds) != 1 else "seed": ", ".join(map(str, seeds)) or "-",
+        "evaluated": "; ".join(asked),
+    }
+
+
+# ------------------------------------------------------------------------------ figures
 
 
 def figures(
     planned: "Plan", found: Sequence[Line], before: Mapping[str, float]
 ) -> dict[str, "Figure"]:
-    """By name: what rows along an axis have; and, where A is untied, what becomes of it."""
-    rows = {row.name: row for row in planned.table.rows if row.x is not None}
+    """Accuracy and norms of rows along an axis; for `tie`, the norm of A over training."""
 
-    def panel(title: str, values: Mapping[str, list[float]], level: float | None) -> sweep.Panel:
+    def panel(what: str, title: str = "", level: float | None = None) -> sweep.Panel:
         points = [
-            (row.line, sweep.Point(row.x or 0.0, values[name]))
-            for name, row in rows.items()
-            if name in values
+            (line.row.line, sweep.Point(line.row.x, line.per_seed(what)))
+            for line in found
+            if line.row.x is not None
         ]
-        return sweep.Panel(title, sweep.along(points), level)
+        return sweep.Panel(title or what, sweep.along(points), level)
 
     panels = {
-        "accuracy": [
-            panel(
-                what,
-                {n.name: list(n.values.get(what, {}).values()) for n in found},
-                before.get(what),
-            )
-            for what in metrics(found)
-        ],
-        "norms": [
-            panel(title, {n.name: [r.norms[i] for r in n.runs if r.norms] for n in found}, None)
-            for i, title in enumerate(("norm of A", "norm of the mask token"))
-        ],
+        "accuracy": [panel(name, level=before.get(name)) for name in metrics(found)],
+        "norms": [panel("norm of A"), panel("norm of m~", "norm of the mask token")],
     }
     drawn = {
-        name: sweep.figure(some, planned.table.axis)
-        for name, some in panels.items()
-        if any(one.lines for one in some)
+        name: sweep.figure(several, planned.table.axis)
+        for name, several in panels.items()
+        if any(panel.lines for panel in several)
     }
     if planned.name == "tie":
-        runs = [Run(path) for path, e in planned.trials.items() if e.trial.answers() is not None]
+        runs = [Run(path) for path, t in planned.runs.items() if t.answers() is not None]
         toys = [collapse.toy(tied=tied) for tied in (True, False)]
         drawn["collapse"] = collapse.figure(toys, [collapse.of_run(run) for run in runs])
     return drawn

@@ -1,4 +1,4 @@
-"""What a table is: rows that can be trained, and lines of the paper; and a reader of your own."""
+"""Tables of an ablation: rows to train, published numbers, and the reader of tables in YAML."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stopmim.base.errors import UserError, meant
+from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, parse_yaml
 
 Changes = dict[str, Any]
+PresetChanges = Callable[[Config], Changes]
 Numbers = Mapping[str, float]
 Asks = Literal[
     "few labels", "all labels", "transfer", "tracking", "finetune", "quick", "everything"
@@ -18,22 +20,22 @@ Asks = Literal[
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained: a preset with changes, which may depend on the preset."""
+    """A model to train: changes to a preset, which may depend on the preset."""
 
     name: str
-    changes: Changes | Callable[[Config], Changes]
+    changes: Changes | PresetChanges
     paper: Numbers = field(default_factory=dict)
-    line: str = ""  # of the figure; with an x and no line it is a point of all of them
+    line: str = ""  # of the figure; a row with an x and no line is a point of every line
     x: float | None = None
 
     def of(self, base: Config) -> dict[str, Any]:
-        """All that it changes in `base`."""
+        """Changes to the preset `base`."""
         return dict(self.changes(base) if callable(self.changes) else self.changes)
 
 
 @dataclass(frozen=True)
 class Published:
-    """A line of a table of the paper, trained by others or at a scale of its own."""
+    """A line of a table in the paper."""
 
     method: str
     arch: str
@@ -47,22 +49,25 @@ class Published:
 @dataclass(frozen=True)
 class Table:
     about: str
-    source: str  # where in the paper
+    source: str  # where it is in the paper
     rows: tuple[Row, ...]
-    baseline: str  # the row that the others are compared with
+    baseline: str = ""  # row that the others are compared with; by default the first
     asks: Asks = "few labels"
     note: str = ""
-    axis: str = ""  # what x is
+    axis: str = ""  # meaning of `Row.x`
     published: tuple[Published, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "baseline", self.baseline or self.rows[0].name)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the paper's numbers."""
+        """Names of the published numbers."""
         given = [row.paper for row in self.rows] + [p.numbers for p in self.published]
         return tuple(dict.fromkeys(name for numbers in given for name in numbers))
 
     def choose(self, names: tuple[str, ...]) -> tuple[Row, ...]:
-        """The rows called `names`, in the order of the table; all if there are none."""
+        """Rows called `names`, in the order of the table; all rows if `names` is empty."""
         known = [row.name for row in self.rows]
         if unknown := [name for name in names if name not in known]:
             near = meant(unknown[0], known)
@@ -70,29 +75,35 @@ class Table:
         return tuple(row for row in self.rows if not names or row.name in names)
 
     def quoted(self, name: str, arch: str = "") -> Numbers:
-        """The paper's numbers for a row: of this architecture if it has that, else its smallest."""
+        """Published numbers of a row: for `arch` if the paper has it, else for its smallest."""
         own = {row.name: row.paper for row in self.rows}.get(name)
         found = [p for p in self.published if name in (p.method, p.name)]
         same = [p for p in found if p.arch == arch]
         return own or next((p.numbers for p in same + found), {})
 
 
-# ------------------------------------------------------------------------------ tables of others
+def printed(arch: str) -> str:
+    """Name of an architecture in the paper: vit_b16 is ViT-B/16."""
+    _, patch = parse_arch(arch)
+    return f"ViT-{arch.removeprefix('vit_').removesuffix(str(patch)).capitalize()}/{patch}"
+
+
+# ------------------------------------------------------------------------------ tables in YAML
 
 KEYS = ("about", "baseline", "asks", "rows")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # of a row: files are called so
-SHARED = ("seed", "runtime")  # sections and keys that tell no row from another
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # of a row; becomes part of file names
+SHARED = ("seed", "runtime")  # keys and sections that cannot differ between rows
 
 
-def read(path: Path) -> Table:
-    """The table in a YAML file: `KEYS`, of which only rows are needed; see docs/ablations.md."""
+def read_table(path: Path) -> Table:
+    """Reads a table from a YAML file with `KEYS`; only rows are required (docs/ablations.md)."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: cannot read this table: {error.strerror}") from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("rows"), dict) or not tree["rows"]:
-        raise UserError(f"{path}: a table needs rows, each as NAME: {{key of the config: value}}")
+        raise UserError(f"{path}: a table needs rows, each as NAME: {{config key: value}}")
     if unknown := [key for key in tree if key not in KEYS]:
         raise UserError(f"{path}: {unknown[0]}: unknown key; there are {', '.join(KEYS)}")
     rows = tuple(_row(path, name, changes) for name, changes in tree["rows"].items())
@@ -108,14 +119,14 @@ def read(path: Path) -> Table:
 def _row(path: Path, name: object, changes: object) -> Row:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise UserError(
-            f"{path}: row {name}: a name is made of letters, digits and . _ - +, "
-            f"begins with one of the first two, and is in quotes if it is a number"
+            f"{path}: row {name}: a name consists of letters, digits and . _ - +, starts with "
+            f"a letter or a digit, and needs quotes if it is a number"
         )
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
-        raise UserError(f"{path}: row {name}: expected {{key of the config: value}}; {{}}: none")
+        raise UserError(f"{path}: row {name}: expected {{config key: value}}, or {{}} for none")
     if shared := [key for key in changes if key.split(".")[0] in SHARED]:
         raise UserError(
-            f"{path}: row {name}: {shared[0]} is the same for all rows; leave it out, "
-            f"and give it to the command"
+            f"{path}: row {name}: {shared[0]} is the same for all rows; remove it here, and "
+            f"pass it to the command"
         )
     return Row(name, changes)

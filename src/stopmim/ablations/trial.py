@@ -1,209 +1,139 @@
-"""One run of an ablation: trained, measured, its answers kept beside its checkpoints.
+"""One run of an ablation: trained, evaluated, and summed up as an `Outcome`.
 
-``python -m stopmim.ablations.trial TRIAL.json`` does it, or goes on with it; jobs.py starts such
-processes. A trial that was killed at any moment and is done again gives the same answers.
+`carry_out` runs trials side by side as processes, ``python -m stopmim.ablations.trial TRIAL.json``.
+A trial that was killed at any moment resumes and gives the same answers.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopmim.ablations.table import Asks
-from stopmim.base.errors import DataError, NoPartError, RunInUseError, UserError
+import torch
+from pydantic import TypeAdapter
+
+from stopmim.ablations.questions import Question
+from stopmim.base.console import Ticker, say
+from stopmim.base.errors import InterruptedRunError, RunInUseError, UserError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import append_jsonl, write_whole
+from stopmim.base.files import append_jsonl, read_jsonl, write_whole
+from stopmim.base.signals import signals
 from stopmim.config.schema import Config
-from stopmim.data.check import look_at
-from stopmim.data.images import Images
-from stopmim.data.skip import both_without_skipped
-from stopmim.data.sources.open import open_images
-from stopmim.data.sources.scenes import VERSION
-from stopmim.data.stamps import of_files
-from stopmim.data.videos import Davis, Video, open_videos
-from stopmim.evals import cache, command
-from stopmim.evals.inputs import choose_labels, open_at
-from stopmim.evals.recipes import TASKS
+from stopmim.data.workers import cores
+from stopmim.evals import command
+from stopmim.evals.inputs import open_at
+from stopmim.health.doctor import diagnose
+from stopmim.insight.figures.curves import training_seconds
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 
-FIT, TEST = 2048, 4096  # scenes that classifiers are fitted to and tested on, if nothing is given
-LABELS = {"clevr_count": ("count",), "clevr_dist": ("distance",)}  # of published recipes
-LOOKED = 10_000  # images to evaluate on, up to which all are read before anything trains
-RENDERER = f"scenes-v{VERSION}"  # all that a name of scenes, or videos of them, does not say
-PATIENCE = 60.0  # seconds that a process which lost its parent has to save and leave
+PATIENCE = 60.0  # seconds that a process without its parent has to save and exit
+POLL = 0.2  # seconds between two looks at the processes
+NO_SEED = -1  # of a given checkpoint
+UNFINISHED = "not finished"  # problem of a run without answers that has not failed
 
 Answer = dict[str, Any]  # a line of results.jsonl
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a trained encoder is asked: protocols of `evals`, and the options of its command."""
-
-    protocols: tuple[str, ...]
-    request: dict[str, Any]
-    on: str = ""  # the data set, where there are several
-    content: str = ""  # changes with the data and the lists that the request has only names of
-
-
-@dataclass(frozen=True)
 class Trial:
+    """A run of the plan: what is trained and what is asked. Equal rows have the same `path`."""
+
     path: Path  # run directory
     data: str
-    config: Config | None  # None: nothing is trained, `encoder` is a file
+    config: Config | None  # None: nothing is trained, `encoder` is evaluated
     questions: tuple[Question, ...]
     encoder: str = ""
+    row: str = ""
+    updates: int = 0  # of the whole run
+
+    def __str__(self) -> str:
+        return f"{self.row} (seed {self.seed})" if self.config else self.row
 
     @property
-    def kept(self) -> Path:
-        """Where the answers to these questions are, or will be."""
+    def seed(self) -> int:
+        return self.config.seed if self.config else NO_SEED
+
+    @property
+    def answers_file(self) -> Path:
         asked = json.dumps([dataclasses.asdict(q) for q in self.questions], sort_keys=True)
         return self.path / f"answers-{hashlib.sha256(asked.encode()).hexdigest()[:12]}.json"
 
     def answers(self) -> list[Answer] | None:
-        """What was found; None before it was."""
+        """Answers to these questions; None before they are known."""
         try:
-            return json.loads(self.kept.read_bytes())
+            return json.loads(self.answers_file.read_bytes())
         except (OSError, ValueError):
             return None
 
-    def as_json(self) -> str:
-        config = None if self.config is None else self.config.model_dump(mode="json")
-        questions = [dataclasses.asdict(q) for q in self.questions]
-        tree = {"path": str(self.path), "data": self.data, "encoder": self.encoder}
-        return json.dumps(tree | {"config": config, "questions": questions}, indent=1)
+
+TRIAL_JSON = TypeAdapter(Trial)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Findings of one trial so far; `problem` says why it has no answers."""
+
+    row: str
+    seed: int
+    run: str  # name of the run directory
+    answers: Sequence[Answer]
+    problem: str
+    verdict: str  # of stopmim doctor
+    norms: tuple[float, float] | None  # of A and of the mask token, after the last update
+    updates: int
+    seconds: float
+    rank: float | None = None  # last RankMe
 
     @classmethod
-    def from_json(cls, text: str) -> "Trial":
-        tree = json.loads(text)
-        config = tree["config"] and Config.model_validate_json(json.dumps(tree["config"]))
-        questions = tuple(
-            Question(**q | {"protocols": tuple(q["protocols"])}) for q in tree["questions"]
-        )
-        return cls(Path(tree["path"]), tree["data"], config, questions, tree["encoder"])
-
-
-def identity(config: Config, data: str) -> str:
-    """Equal for equal runs: what changes nothing but rounding, and the table, are not in it."""
-    tree = config.model_dump(mode="json", exclude={"runtime"})
-    text = json.dumps([tree, data], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def questions(
-    asks: Asks,
-    data: str,
-    size: int,
-    evals: Sequence[str],
-    few: str,
-    video_size: int | None = None,
-    skip: str | None = None,
-) -> tuple[Question, ...]:
-    """What the encoders of a table are asked; everything that it needs is there, or a UserError.
-
-    Args:
-        data: what they are pretrained on; asked about too, unless `evals` names something else.
-            Of scenes the questions are those that CLEVR stands for: how many, how near.
-        size: edge of the images that they are made for.
-        evals: ``[NAME=]DATA``; the name is that of a published recipe, as cifar100.
-        few: labelled images per class, or a file with their names.
-        video_size: edge of the shorter side of the frames of videos; None: as published.
-        skip: a list of images to leave out of `data`, here as in pretraining.
-    """
-    given = [_named(text) for text in evals]
-    scenes = data.split(":")[0] == "scenes"
-    if asks == "tracking":
-        if not given and not scenes:
-            raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
-        videos = given[0][1] if given else "scenes"
-        seen, asked = _of_videos(open_videos(videos)), {"videos": videos, "video_size": video_size}
-        return (Question(("tracking",), asked, content=seen),)
-    chosen = b""
-    if few.isdecimal() and int(few):
-        number: dict[str, Any] = {"per_class": int(few)}
-    elif Path(few).is_file():
-        number, chosen = {"list": few}, Path(few).read_bytes()
-    else:
-        raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
-    protocols, more = {
-        "few labels": (("lowshot", "linear") if scenes else ("lowshot", "knn", "linear"), "last"),
-        "all labels": (("lowshot", "linear"), "both"),
-        "transfer": (("linear",), "both"),
-        "finetune": (("finetune",), "last"),
-        "quick": (("lowshot", "knn"), "last"),
-        "everything": (("lowshot", "knn", "linear"), "both"),
-    }[asks]
-    found = []
-    for name, source in given or [("", "" if scenes else data)]:
-        request: dict[str, Any] = {"recipe": name or "auto", "layers": more} | number
-        if not source:
-            request |= {"train": f"scenes:{FIT}:{size}:3", "test": f"scenes:{TEST}:{size}:4"}
-        else:
-            request["data"] = source
-        if not source or source.split(":")[0] == "scenes":
-            request["label"] = ["count", "distance"]
-            content = [RENDERER]
-        else:
-            request["label"] = list(LABELS.get(name, ()))
-            if skip is not None and source == data:
-                request["skip"] = skip
-            try:
-                parts = open_images(source, "train"), open_images(source, "test")
-            except NoPartError:
-                raise DataError(
-                    f"{source}: not in a part to fit on and one to test on, as train/ and val/; "
-                    f"name data that are, by --eval DATA"
-                ) from None
-            parts = both_without_skipped(*parts, request.get("skip"))
-            labels = choose_labels(*parts, request["label"])
-            _read_all(source, parts, may_skip=source == data)
-            content = [cache.of_images(images, labels) for images in parts]  # less those skipped
-        on = name if len(given) > 1 else ""
-        found.append(Question(protocols, request, on, cache.key(*content, chosen)))
-    return tuple(found)
-
-
-def _of_videos(videos: Sequence[Video]) -> str:
-    if isinstance(videos, Davis):
-        names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
-        return cache.key(videos.year, names, of_files(videos.files()))
-    return cache.key(RENDERER)
-
-
-def _read_all(source: str, parts: tuple[Images, Images], *, may_skip: bool) -> None:
-    """A broken image, if there is one, is found now and not when all rows are trained."""
-    total = sum(map(len, parts))
-    if total > LOOKED:
-        return
-    bad = [
-        f"{images.name(i)}: {found.reason}"
-        for images in parts
-        for i, found in enumerate(look_at(images, range(len(images))))
-        if found.reason is not None
-    ]
-    if bad:
-        way_out = ", or leave them out with --data.skip FILE, see stopmim check --fix-list"
-        raise DataError(
-            f"{source}: {len(bad)} of {total} images to evaluate on cannot be read, first {bad[0]}"
-            f"; mend or remove them{way_out if may_skip else ''}"
+    def of_trial(cls, trial: Trial, problem: str = "") -> "Outcome":
+        metrics = list(read_jsonl(trial.path / "metrics.jsonl"))
+        answers = trial.answers()
+        return cls(
+            row=trial.row,
+            seed=trial.seed,
+            run=trial.path.name,
+            answers=answers or [],
+            problem=problem or (UNFINISHED if answers is None else ""),
+            verdict=diagnose(metrics).verdict if metrics else "-",
+            updates=metrics[-1].get("step", 0) if metrics else 0,
+            seconds=training_seconds(metrics, trial.config.optim.batch_size if trial.config else 1),
+            **_last(metrics),
         )
 
+    @classmethod
+    def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
+        """Outcome that a file of records/ was written from, except for rounding."""
+        names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
+        return cls(**{name: tree[name] for name in names}, **_last(tree["curve"]))
 
-def _named(text: str) -> tuple[str, str]:
-    name, equals, source = text.partition("=")
-    return (name, source) if equals and name in TASKS else ("", text)
+
+def _last(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Norms and rank at the end of metrics.jsonl."""
+    last = metrics[-1] if metrics else {}
+    measured = ([row for row in metrics if "target_rank" in row] or [{}])[-1]
+    return {
+        "norms": (last["norm_A"], last["norm_mask_token"]) if "norm_A" in last else None,
+        # With pixels as targets, only the rank of the encoder's features says something.
+        "rank": measured.get("feature_rank", measured.get("target_rank")),
+    }
+
+
+# ------------------------------------------------------------------------------ in the process
 
 
 def perform(trial: Trial) -> list[Answer]:
-    """Trains what is not trained yet, and asks what is not answered yet."""
+    """Trains and evaluates, unless that is done already."""
     if (known := trial.answers()) is not None:
         return known
     if trial.config is not None:
@@ -216,12 +146,25 @@ def perform(trial: Trial) -> list[Answer]:
     for answer in found:
         append_jsonl(trial.path / "results.jsonl", answer)
     faultpoint("trial.asked")
-    write_whole(trial.kept, json.dumps(found, indent=1))
+    write_whole(trial.answers_file, json.dumps(found, indent=1))
     return found
 
 
+def _train(trial: Trial, config: Config) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            pretrain(trial.data, trial.path, config)
+            return
+        except RunInUseError:
+            # A process of an ablation that was killed a moment ago may still be saving.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
-    """The answers of the encoder called `name`."""
+    """Asks the encoder called `name`."""
     options = question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
     request = command.Request(**options)
@@ -237,42 +180,146 @@ def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     return [facts | result.as_dict() | {"on": question.on} for result in results]
 
 
-def _train(trial: Trial, config: Config) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            pretrain(trial.data, trial.path, config)
-            return
-        except RunInUseError:
-            # Of an ablation that was killed a moment ago, the process of this run may still save.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
-# ------------------------------------------------------------------------------ as a process
-
-
 def main(words: Sequence[str]) -> int:
-    """``[--watched] TRIAL.json``; watched: ends itself, having saved, when its stdin is closed."""
+    """``[--watched] TRIAL.json``; watched: saves and exits when its stdin is closed."""
     *options, file = words
     if options == ["--watched"]:
-        threading.Thread(target=_leave_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
-        perform(Trial.from_json(Path(file).read_text(encoding="utf-8")))
+        perform(TRIAL_JSON.validate_json(Path(file).read_bytes()))
     except UserError as error:
         print(f"stopmim: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _leave_with_parent() -> None:
-    # Not sys.stdin: a thread that waits in there would keep the process from ending.
+def _exit_with_parent() -> None:
+    # Not sys.stdin: a thread blocked in there would keep the process from exiting.
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(PATIENCE)
     os._exit(1)
+
+
+# ------------------------------------------------------------------------------ side by side
+
+
+def on_gpu(config: Config) -> bool:
+    return config.runtime.device != "cpu" and torch.cuda.is_available()
+
+
+def places(config: Config, jobs: int | None) -> list[dict[str, str]]:
+    """Environments of the processes to run side by side: one per GPU, or one per core."""
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: expected 1 or more")
+    if not on_gpu(config):
+        return [{"OMP_NUM_THREADS": "1"}] * (jobs or cores())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    return [
+        {"CUDA_VISIBLE_DEVICES": numbers[i % len(numbers)]} for i in range(jobs or len(numbers))
+    ]
+
+
+class Child:
+    """A process that performs a trial and does not outlive this one."""
+
+    def __init__(self, trial: Trial, environment: dict[str, str]) -> None:
+        self.trial, self.environment = trial, environment
+        trial.path.parent.mkdir(parents=True, exist_ok=True)
+        file, self.log = (trial.path.with_name(trial.path.name + s) for s in (".json", ".log"))
+        write_whole(file, TRIAL_JSON.dump_json(trial, indent=1).decode())
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stopmim.ablations.trial", "--watched", str(file)],
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the others
+            )
+
+    def problem(self) -> str:
+        """Why the ended process failed, or ""."""
+        code = self.process.returncode
+        if code == 0:
+            return ""
+        if code < 0:
+            return f"killed by signal {-code}"
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip()] or ["no message"]
+        return f"{said[-1].removeprefix('stopmim: error: ')} (exit code {code})"
+
+    def stop(self) -> None:
+        """Tells the process to save and exit; harmless if it has exited."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def wait(self) -> None:
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def carry_out(
+    what: str, trials: Mapping[Path, Trial], free: list[dict[str, str]]
+) -> Iterator[dict[Path, str]]:
+    """Performs the trials without answers, one at a time in each environment of `free`.
+
+    Yields the problems so far, by run directory, whenever runs have ended and at the end.
+    """
+    waiting = [trial for trial in trials.values() if trial.answers() is None]
+    ended = trials.keys() - {trial.path for trial in waiting}
+    busy, news, problems = list[Child](), list[Child](), dict[Path, str]()
+
+    def done() -> int:  # updates; the evaluation counts as one more
+        return sum(t.updates + 1 if p in ended else last_update(p) for p, t in trials.items())
+
+    total = sum(trial.updates + 1 for trial in trials.values())
+    with signals() as received, Ticker(what, total, done()) as ticker:
+        try:
+            while (waiting or busy) and not received:
+                while free and waiting:
+                    busy.append(Child(waiting.pop(0), free.pop()))
+                if news:  # the report is written while the next runs are under way
+                    yield problems
+                news = [child for child in busy if child.process.poll() is not None]
+                for child in news:
+                    busy.remove(child)
+                    child.stop()
+                    free.append(child.environment)
+                    ended.add(child.trial.path)
+                    if reason := child.problem():
+                        problems[child.trial.path] = reason
+                        say(f"{child.trial}: {reason}")
+                now = ", ".join(str(child.trial) for child in busy)
+                ticker.update(done(), f"{len(ended)} of {len(trials)} runs done; {now}")
+                time.sleep(POLL)
+        finally:
+            for child in busy:
+                child.stop()
+            for child in busy:
+                child.wait()
+    if received:
+        raise InterruptedRunError(received[0], f"{what}: stopped, every run saved")
+    yield problems
+
+
+def last_update(run: Path) -> int:
+    """Last update that a run has logged."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 if __name__ == "__main__":

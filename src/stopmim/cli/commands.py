@@ -132,16 +132,25 @@ class Ablate:
 
             print(listing(self.table or None))
             return
-        from stopmim.ablations import run as ablate
+        from stopmim.ablations.run import Ablation, ablate, describe
 
-        options = {name: getattr(self, name) for name in ("data", "preset", "seeds", "rows", "out")}
-        options |= {"evals": self.eval, "few": self.few, "video_size": self.video_size}
-        options |= {"checkpoints": self.checkpoint}
-        planned = ablate.plan(self.table, **options, changes=self.changes)
+        planned = Ablation(
+            name=self.table,
+            data=self.data,
+            preset=self.preset,
+            seeds=self.seeds,
+            rows=self.rows,
+            out=self.out,
+            evals=self.eval,
+            few=self.few,
+            video_size=self.video_size,
+            checkpoints=self.checkpoint,
+            changes=self.changes,
+        ).plan()
         if self.dry_run:
-            print(ablate.describe(planned, self.jobs))
+            print(describe(planned, self.jobs))
             return
-        found = ablate.ablate(planned, self.jobs)
+        found = ablate(planned, self.jobs)
         print(f"{found.text}\n\n{found.page}")
         if found.failed:
             raise RowsFailedError(f"{len(found.failed)} runs failed, as {found.failed[0]}")

@@ -1,0 +1,147 @@
+"""Questions that the encoders of a table are asked, with all data opened and checked beforehand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopmim.ablations.table import Asks
+from stopmim.base.errors import DataError, NoPartError, UserError
+from stopmim.data.check import look_at
+from stopmim.data.skip import both_without_skipped
+from stopmim.data.sources.open import open_images
+from stopmim.data.sources.scenes import VERSION
+from stopmim.data.stamps import of_files
+from stopmim.data.videos import Davis, open_videos
+from stopmim.evals import cache
+from stopmim.evals.inputs import choose_labels
+from stopmim.evals.recipes import TASKS
+
+FIT, TEST = 2048, 4096  # scenes to fit classifiers on and to test them on, by default
+MAX_CHECKED = 10_000  # up to so many images, every image is decoded before anything trains
+RENDERER = f"scenes-v{VERSION}"  # content of scenes and their videos, beyond their name
+SCENE_LABELS = ["count", "distance"]  # the questions of CLEVR
+LABELS = {"clevr_count": ["count"], "clevr_dist": ["distance"]}  # of published recipes
+PROTOCOLS: dict[Asks, tuple[tuple[str, ...], str]] = {  # and layers of linear classifiers
+    "few labels": (("lowshot", "knn", "linear"), "last"),
+    "all labels": (("lowshot", "linear"), "both"),
+    "transfer": (("linear",), "both"),
+    "finetune": (("finetune",), "last"),
+    "quick": (("lowshot", "knn"), "last"),
+    "everything": (("lowshot", "knn", "linear"), "both"),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Protocols of `evals`, and the options to run them with."""
+
+    protocols: tuple[str, ...]
+    request: dict[str, Any]
+    on: str = ""  # name of the data set, if there are several
+    content: str = ""  # hash of the data and lists that the request only names
+
+
+def questions(
+    asks: Asks,
+    data: str,
+    size: int,
+    evals: Sequence[str],
+    few: str,
+    video_size: int | None = None,
+    skip: str | None = None,
+) -> tuple[Question, ...]:
+    """Returns what the encoders of a table are asked; raises UserError if anything is missing.
+
+    Args:
+        data: pretraining data; also evaluated on, unless `evals` names other data. On scenes the
+            questions are those of CLEVR: how many objects, and how far away.
+        size: image size of the encoders.
+        evals: ``[NAME=]DATA``, where the name is a published recipe, as cifar100. This, `few` and
+            `video_size` are options of `Ablation`.
+        skip: list of images of `data` to ignore, as in pretraining.
+    """
+    named = [_recipe_and_source(text) for text in evals]
+    scenes = is_scenes(data)
+    if asks == "tracking":
+        if not named and not scenes:
+            raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
+        return (_about_videos(named[0][1] if named else "scenes", video_size),)
+    protocols, layers = PROTOCOLS[asks]
+    if asks == "few labels" and scenes:
+        protocols = ("lowshot", "linear")
+    chosen = b""
+    if few.isdecimal() and int(few):
+        labelled: dict[str, Any] = {"per_class": int(few)}
+    elif Path(few).is_file():
+        labelled, chosen = {"list": few}, Path(few).read_bytes()
+    else:
+        raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
+    found = []
+    for recipe, source in named or [("", "" if scenes else data)]:
+        request = {"recipe": recipe or "auto", "layers": layers} | labelled
+        if not source:
+            request |= {"train": f"scenes:{FIT}:{size}:3", "test": f"scenes:{TEST}:{size}:4"}
+        else:
+            request["data"] = source
+        if not source or is_scenes(source):
+            request["label"] = SCENE_LABELS
+            content = [RENDERER]
+        else:
+            request["label"] = LABELS.get(recipe, [])
+            if skip is not None and source == data:
+                request["skip"] = skip
+            content = _checked(request, may_skip=source == data)
+        on = recipe if len(named) > 1 else ""
+        found.append(Question(protocols, request, on, cache.key(*content, chosen)))
+    return tuple(found)
+
+
+def is_scenes(source: str) -> bool:
+    return source.split(":")[0] == "scenes"
+
+
+def _recipe_and_source(text: str) -> tuple[str, str]:
+    name, equals, source = text.partition("=")
+    return (name, source) if equals and name in TASKS else ("", text)
+
+
+def _about_videos(source: str, video_size: int | None) -> Question:
+    videos = open_videos(source)
+    content: list[object] = [RENDERER]
+    if isinstance(videos, Davis):
+        names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
+        content = [videos.year, names, of_files(videos.files())]
+    request = {"videos": source, "video_size": video_size}
+    return Question(("tracking",), request, content=cache.key(*content))
+
+
+def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
+    """Hashes of both parts of the data, after every image of small data was decoded.
+
+    A broken image ends an evaluation: better now than after all rows have trained.
+    """
+    source = request["data"]
+    try:
+        parts = open_images(source, "train"), open_images(source, "test")
+    except NoPartError:
+        raise DataError(
+            f"{source}: has no separate training and test part, as train/ and val/; name data "
+            f"that has both with --eval DATA"
+        ) from None
+    parts = both_without_skipped(*parts, request.get("skip"))
+    labels = choose_labels(*parts, request["label"])
+    total = sum(map(len, parts))
+    bad = [
+        f"{images.name(i)}: {look.reason}"
+        for images in (parts if total <= MAX_CHECKED else ())
+        for i, look in enumerate(look_at(images, range(len(images))))
+        if look.reason is not None
+    ]
+    if bad:
+        way_out = ", or skip them with --data.skip FILE, see stopmim check --fix-list"
+        raise DataError(
+            f"{source}: {len(bad)} of {total} images to evaluate on cannot be read, first {bad[0]}"
+            f"; fix or remove them{way_out if may_skip else ''}"
+        )
+    return [cache.of_images(images, labels) for images in parts]
