@@ -25,7 +25,7 @@ from stopmim.ablations.report import (
     random_init,
 )
 from stopmim.ablations.table import Row, Table
-from stopmim.ablations.trial import Outcome
+from stopmim.ablations.trial import Outcome, norms_and_rank
 from stopmim.base.tables import markdown
 from stopmim.evals.statistics import over_seeds
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
@@ -50,7 +50,7 @@ class Study:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        return [Outcome.of_record(one) for one in self.records]
+        return [outcome(one) for one in self.records]
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -59,6 +59,12 @@ class Study:
     @cached_property
     def before(self) -> dict[str, float]:
         return random_init(self.outcomes)
+
+
+def outcome(record: dict[str, Any]) -> Outcome:
+    """What the record was written from, except for rounding."""
+    names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
+    return Outcome(**{name: record[name] for name in names}, **norms_and_rank(record["curve"]))
 
 
 def studies(root: Path = RESULTS) -> list[Study]:

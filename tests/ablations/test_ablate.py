@@ -27,7 +27,7 @@ from stopmim.ablations.record import write_records
 from stopmim.ablations.report import as_markdown, metric, write_report
 from stopmim.ablations.run import identity
 from stopmim.ablations.table import printed
-from stopmim.ablations.trial import TRIAL_JSON, Outcome, Trial, last_update, perform, places
+from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
 from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
 from stopmim.config.schema import Config, to_yaml
@@ -59,7 +59,7 @@ def small(**changes: Any) -> Config:
     return tiny(**{"image_size": 32, "optim": {"epochs": 1}} | changes)
 
 
-def plan(name: str, out: Path, **options: Any) -> ablate.Plan:
+def plan(name: str, out: Path, **options: Any) -> Plan:
     asked = {} if name == "tracking" else {"evals": ["scenes:24:32:3"], "few": "2"}
     given: dict[str, Any] = {"data": "scenes:16:32", "preset": small(), "out": out}
     return ablate.plan(name, **given | asked | options)
@@ -96,14 +96,14 @@ def test_a_new_ablation_among_its_images_is_refused_before_anything_trains(tmp_p
         plan("tie", folder / "out", data=str(folder))
 
 
-def quick(planned: ablate.Plan) -> ablate.Plan:
+def quick(planned: Plan) -> Plan:
     """`planned` with one question that is answered at once, instead of its own."""
     request = {"train": "scenes:24:32:3", "test": "scenes:24:32:4", "label": ["count"]}
     asked = (Question(("knn",), request),)
     return replace(planned, trials=tuple(replace(t, questions=asked) for t in planned.trials))
 
 
-def carried_out(planned: ablate.Plan) -> list[Outcome]:
+def carried_out(planned: Plan) -> list[Outcome]:
     """Every run, in this process."""
     for trial in planned.runs.values():
         perform(trial)
@@ -305,7 +305,7 @@ def test_a_difference_is_paired_by_seed() -> None:
 def test_a_run_is_known_by_config_data_and_seed_not_by_its_table(tmp_path: Path) -> None:
     covariance, norms = (plan(name, tmp_path, seeds=2) for name in ("covariance", "norms"))
 
-    def paths(planned: ablate.Plan) -> set[str]:
+    def paths(planned: Plan) -> set[str]:
         return {path.name.rsplit("-", 1)[1] for path in planned.runs}
 
     assert paths(norms) < paths(covariance)
@@ -612,13 +612,13 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     assert list(records) == ["StoP-0.json", "learned-0.json", "sine-cosine-0.json"]
     failure = records["sine-cosine-0.json"]
     assert (failure["problem"], failure["curve"]) == (found.outcomes[0].problem, [])
-    assert Outcome.of_record(failure) == found.outcomes[0]
+    assert results.outcome(failure) == found.outcomes[0]
     one, stop = records["StoP-0.json"], found.outcomes[2]
     assert Config.model_validate_json(json.dumps(one["config"])).positions.kind == "stochastic"
     assert one["data"] == Run(new).about["data"]
     assert one["environment"].keys() >= {"versions", "git", "device"}
     assert [row["step"] for row in one["curve"]] == [1, 2]
-    again = Outcome.of_record(one)
+    again = results.outcome(one)
     assert (again.row, again.seed, again.updates) == ("StoP", 0, 2)
     assert again.norms == pytest.approx(stop.norms, rel=1e-3)
     assert (again.rank, stop.rank) == (None, None)  # health was not measured
@@ -640,7 +640,7 @@ def test_a_table_that_is_cut_short_has_what_is_done_and_says_what_is_not(tmp_pat
     assert [path.name for path in page_records(planned)] == ["learned-0.json"]
 
 
-def page_records(planned: ablate.Plan) -> list[Path]:
+def page_records(planned: Plan) -> list[Path]:
     return sorted((planned.out / planned.name / "records").iterdir())
 
 

@@ -19,13 +19,8 @@ from stopmim.ablations.table import (
     read_table,
 )
 from stopmim.base.errors import UserError, meant
-from stopmim.config.schema import (
-    Config,
-    MaskingConfig,
-    OptimConfig,
-    PositionsConfig,
-    parse_yaml,
-)
+from stopmim.config import schema
+from stopmim.config.schema import Config, PositionsConfig
 
 
 def find_table(name: str) -> Table:
@@ -69,8 +64,8 @@ STOP: Changes = {"positions.kind": "stochastic"}  # with the preset's sigma
 # Pixels of randomly masked patches; keys without effect then have their defaults.
 MAE: Changes = {
     "target": "pixels",
-    "masking": MaskingConfig(kind="random").model_dump(mode="json"),
-    "optim.ema": list(OptimConfig().ema),
+    "masking": schema.MaskingConfig(kind="random").model_dump(mode="json"),
+    "optim.ema": list(schema.OptimConfig().ema),
 }
 
 
@@ -80,10 +75,6 @@ def stop(**positions: Any) -> Changes:
 
 def jitter(sigma: float) -> Changes:
     return {"positions": SINCOS["positions"] | {"kind": "jitter", "sigma": sigma}}
-
-
-def ramp(base: Config) -> Changes:
-    return MAE | STOP | {"positions.ramp": base.optim.epochs / 2}
 
 
 def scaled(factor: float, changes: Changes) -> PresetChanges:
@@ -137,7 +128,9 @@ def main_table(name: str, about: str, source: str, asks: Asks) -> Table:
     return Table(about, source, trained, asks=asks, published=published)
 
 
-PUBLISHED = parse_yaml((Path(__file__).parent / "published.yaml").read_text(), "published.yaml")
+PUBLISHED = schema.parse_yaml(
+    Path(__file__).with_name("published.yaml").read_text(encoding="ascii"), "published.yaml"
+)
 SIGMAS = (0.0625, 0.1, 0.2, 0.25, 0.3, 0.5, 1.0)
 SIGMA = "sigma, the variance of the noise"
 NO_SIGMA = Row("sigma-0", SINCOS, x=0.0)  # one run for both lines: the covariance has no effect
@@ -234,7 +227,7 @@ TABLES = {
             Row("MAE-StoP", MAE | STOP),
             Row("share-0.25", MAE | stop(share=0.25)),
             Row("share-0.5", MAE | stop(share=0.5)),
-            Row("ramp", ramp),
+            Row("ramp", lambda base: MAE | stop(ramp=base.optim.epochs / 2)),
         ),
         note="The paper states that applying StoP to MAE was not successful. ramp: sigma grows "
         "over the first half of the epochs.",

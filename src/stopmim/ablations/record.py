@@ -6,22 +6,19 @@ A record has the whole config, so that the run can be repeated, but neither host
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stopmim.ablations.trial import UNFINISHED, Outcome, Trial
+from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial
 from stopmim.base.errors import UserError
 from stopmim.base.files import write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
 from stopmim.runs.run import Run
 
-if TYPE_CHECKING:
-    from stopmim.ablations.run import Plan
-
 CURVE = ("step", "epoch", "lr", "images_per_s", *KEYS, "feature_rank")
 ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
 
 
-def write_records(planned: "Plan", outcomes: Sequence[Outcome]) -> None:
+def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
     """Writes OUT/TABLE/records/ROW-SEED.json for runs that ended; keeps all other records."""
     folder = planned.out / planned.name / "records"
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +29,7 @@ def write_records(planned: "Plan", outcomes: Sequence[Outcome]) -> None:
             write_whole(folder / f"{name}.json", as_text(_record(planned, trial, outcome)))
 
 
-def _record(planned: "Plan", trial: Trial, outcome: Outcome) -> dict[str, Any]:
+def _record(planned: Plan, trial: Trial, outcome: Outcome) -> dict[str, Any]:
     run = Run(trial.path)
     try:
         about = run.about
@@ -64,11 +61,10 @@ def _record(planned: "Plan", trial: Trial, outcome: Outcome) -> dict[str, Any]:
 
 def as_text(tree: Mapping[str, Any]) -> str:
     """JSON with one line per key, answer and point of the curve: small, and good to diff."""
-    lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in tree.items()]
+    lines = []
+    for key, value in tree.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        lines.append(f"{json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
-    return json.dumps(value)

@@ -5,6 +5,7 @@ Times, which differ between two equal ablations, have tables and files of their 
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stopmim.ablations.table import Row, Table, printed
-from stopmim.ablations.trial import Answer, Outcome
+from stopmim.ablations.trial import Answer, Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
 from stopmim.base.files import write_whole
@@ -27,8 +28,6 @@ from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from stopmim.ablations.run import Plan
 
 HERE = Path(__file__).parent
 PM = "\u00b1"
@@ -132,10 +131,9 @@ def random_init(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
     """Means over seeds; `before` are the metrics of the network before training."""
-    columns = _columns(found)
     rows = [
         {"row": line.name}
-        | {f"paper: {c}": _decimal(line.paper.get(c)) for c in columns}
+        | {f"paper: {c}": _decimal(line.paper.get(c)) for c in _columns(found)}
         | {name: _shown(line.estimate(name)) for name in metrics(found)}
         for line in found
     ]
@@ -147,21 +145,15 @@ def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
 
 def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
     """Paired differences to the baseline; empty if it is not among the rows."""
-    base = _named(baseline, found)
-    if base is None:
-        return []
-
-    def paper(line: Line, column: str) -> float | None:
-        both = column in line.paper and column in base.paper
-        return line.paper[column] - base.paper[column] if both else None
-
-    return [
-        {"row": line.name}
-        | {f"paper: {c}": _decimal(paper(line, c), "+") for c in _columns(found)}
-        | {name: _shown(line.against(base, name), "+") for name in metrics(found)}
-        for line in found
-        if line is not base
-    ]
+    base, rows = _named(baseline, found), []
+    for line in found:
+        if base is None or line is base:
+            continue
+        gains = {c: line.paper[c] - base.paper[c] for c in line.paper if c in base.paper}
+        cells = {f"paper: {c}": _decimal(gains.get(c), "+") for c in _columns(found)}
+        cells |= {name: _shown(line.against(base, name), "+") for name in metrics(found)}
+        rows.append({"row": line.name} | cells)
+    return rows
 
 
 def health(found: Sequence[Line]) -> list[Cells]:
@@ -192,23 +184,21 @@ def costs(found: Sequence[Line]) -> list[Cells]:
 
 
 def all_digits(
-    planned: "Plan", found: Sequence[Line], before: Mapping[str, float]
+    planned: Plan, found: Sequence[Line], before: Mapping[str, float]
 ) -> list[dict[str, object]]:
     """Rows of table.csv: one per row and metric, with all digits, for programs."""
     base = _named(planned.table.baseline, found)
     rows = []
-    for line in found:
-        norms = [line.estimate(which) for which in ("norm of A", "norm of m~")]
-        for name in metrics(found):
-            cells: dict[str, object] = {"table": planned.name, "row": line.name, "metric": name}
-            estimates = {"": line.estimate(name), "difference_": line.against(base, name)}
-            for key, estimate in estimates.items():
-                mean, half, n = estimate or (None, None, 0)
-                cells |= {f"{key}mean": mean, f"{key}half": half, f"{key}seeds": n}
-            cells |= {"random_init": before.get(name), "verdict": line.verdict}
-            cells |= {"norm_A": norms[0] and norms[0].mean}
-            cells |= {"norm_mask_token": norms[1] and norms[1].mean}
-            rows.append(cells | {"paper": json.dumps(line.paper) if line.paper else None})
+    for line, name in itertools.product(found, metrics(found)):
+        cells: dict[str, object] = {"table": planned.name, "row": line.name, "metric": name}
+        estimates = {"": line.estimate(name), "difference_": line.against(base, name)}
+        for key, estimate in estimates.items():
+            mean, half, n = estimate or (None, None, 0)
+            cells |= {f"{key}mean": mean, f"{key}half": half, f"{key}seeds": n}
+        cells |= {"random_init": before.get(name), "verdict": line.verdict}
+        for key, norm in (("norm_A", "norm of A"), ("norm_mask_token", "norm of m~")):
+            cells[key] = (line.estimate(norm) or [None])[0]
+        rows.append(cells | {"paper": json.dumps(line.paper) if line.paper else None})
     return rows
 
 
@@ -235,7 +225,7 @@ def _shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
 # ------------------------------------------------------------------------------ files
 
 
-def write_report(planned: "Plan", outcomes: Sequence[Outcome]) -> Path:
+def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
     """Writes table.md, table.csv, cost.csv, results.jsonl, figures and table.html, the page."""
     folder, table = planned.out / planned.name, planned.table
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +253,7 @@ def write_report(planned: "Plan", outcomes: Sequence[Outcome]) -> Path:
     return folder / "table.html"
 
 
-def terminal(planned: "Plan", outcomes: Sequence[Outcome]) -> str:
+def terminal(planned: Plan, outcomes: Sequence[Outcome]) -> str:
     """Results and health as aligned text."""
     found = lines(planned.table, planned.base.arch, outcomes)
     shown = numbers(found, random_init(outcomes)), health(found)
@@ -279,7 +269,7 @@ def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
     return file.getvalue()
 
 
-def as_markdown(planned: "Plan", sections: Mapping[str, Sequence[Cells]]) -> str:
+def as_markdown(planned: Plan, sections: Mapping[str, Sequence[Cells]]) -> str:
     parts = [f"# {planned.name}: {planned.table.about}"]
     parts += ["\n".join(f"- {name}: {value}" for name, value in _facts(planned).items())]
     for title, rows in sections.items():
@@ -290,7 +280,7 @@ def as_markdown(planned: "Plan", sections: Mapping[str, Sequence[Cells]]) -> str
 
 
 def as_page(
-    planned: "Plan", sections: Mapping[str, Sequence[Cells]], drawn: Mapping[str, "Figure"]
+    planned: Plan, sections: Mapping[str, Sequence[Cells]], drawn: Mapping[str, "Figure"]
 ) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
@@ -306,11 +296,11 @@ def as_page(
     )
 
 
-def _note(planned: "Plan") -> str:
+def _note(planned: Plan) -> str:
     return NOTE + (PAPER_NOTE if planned.table.columns else "")
 
 
-def _facts(planned: "Plan") -> Cells:
+def _facts(planned: Plan) -> Cells:
     seeds = sorted({trial.seed for trial in planned.trials if trial.config})
     asked = []
     for q in planned.trials[0].questions:
@@ -330,7 +320,7 @@ def _facts(planned: "Plan") -> Cells:
 
 
 def figures(
-    planned: "Plan", found: Sequence[Line], before: Mapping[str, float]
+    planned: Plan, found: Sequence[Line], before: Mapping[str, float]
 ) -> dict[str, "Figure"]:
     """Accuracy and norms of rows along an axis; for `tie`, the norm of A over training."""
 

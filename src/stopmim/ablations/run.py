@@ -18,8 +18,7 @@ from stopmim.ablations.paper import find_table
 from stopmim.ablations.questions import Question, is_scenes, questions
 from stopmim.ablations.record import write_records
 from stopmim.ablations.report import terminal, write_report
-from stopmim.ablations.table import Table
-from stopmim.ablations.trial import Outcome, Trial, carry_out, last_update, on_gpu, places
+from stopmim.ablations.trial import Outcome, Plan, Trial, carry_out, last_update, on_gpu, places
 from stopmim.base.console import duration
 from stopmim.base.errors import UserError
 from stopmim.config.presets import PRESETS
@@ -31,27 +30,6 @@ from stopmim.method.build import configure
 from stopmim.runs.run import Run, claimed
 
 SCENES = 4096  # to pretrain on, by default
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All runs of an ablation, checked and ready to be carried out."""
-
-    name: str
-    table: Table
-    preset: str
-    base: Config  # the preset, with the changes that all rows share
-    data: str
-    trials: tuple[Trial, ...]  # one per row and seed, then the given checkpoints
-    out: Path
-
-    @property
-    def runs(self) -> dict[Path, Trial]:
-        """Every run once, by its directory; the first seed of all rows comes first."""
-        found: dict[Path, Trial] = {}
-        for trial in sorted(self.trials, key=lambda trial: trial.seed):
-            found.setdefault(trial.path, trial)
-        return found
 
 
 class Finished(NamedTuple):
@@ -69,9 +47,7 @@ class Finished(NamedTuple):
 def plan(name: str, **options: Any) -> Plan:
     """Plans all runs of a table; trains nothing, but checks every config and opens all data.
 
-    Args:
-        name: table of the paper, or a YAML file with a table of your own.
-        options: as of `Ablation`.
+    `name` and `options` are those of `Ablation`.
     """
     return Ablation(name, **options).plan()
 

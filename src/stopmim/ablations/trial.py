@@ -1,4 +1,4 @@
-"""One run of an ablation: trained, evaluated, and summed up as an `Outcome`.
+"""Runs of an ablation: a `Trial` is trained and evaluated, and its findings are an `Outcome`.
 
 `carry_out` runs trials side by side as processes, ``python -m stopmim.ablations.trial TRIAL.json``.
 A trial that was killed at any moment resumes and gives the same answers.
@@ -23,6 +23,7 @@ import torch
 from pydantic import TypeAdapter
 
 from stopmim.ablations.questions import Question
+from stopmim.ablations.table import Table
 from stopmim.base.console import Ticker, say
 from stopmim.base.errors import InterruptedRunError, RunInUseError, UserError
 from stopmim.base.faults import faultpoint
@@ -81,6 +82,27 @@ TRIAL_JSON = TypeAdapter(Trial)
 
 
 @dataclass(frozen=True)
+class Plan:
+    """All runs of an ablation, checked and ready to be carried out."""
+
+    name: str
+    table: Table
+    preset: str
+    base: Config  # the preset, with the changes that all rows share
+    data: str
+    trials: tuple[Trial, ...]  # one per row and seed, then the given checkpoints
+    out: Path
+
+    @property
+    def runs(self) -> dict[Path, Trial]:
+        """Every run once, by its directory; the first seed of all rows comes first."""
+        found: dict[Path, Trial] = {}
+        for trial in sorted(self.trials, key=lambda trial: trial.seed):
+            found.setdefault(trial.path, trial)
+        return found
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Findings of one trial so far; `problem` says why it has no answers."""
 
@@ -108,18 +130,12 @@ class Outcome:
             verdict=diagnose(metrics).verdict if metrics else "-",
             updates=metrics[-1].get("step", 0) if metrics else 0,
             seconds=training_seconds(metrics, trial.config.optim.batch_size if trial.config else 1),
-            **_last(metrics),
+            **norms_and_rank(metrics),
         )
 
-    @classmethod
-    def of_record(cls, tree: Mapping[str, Any]) -> "Outcome":
-        """Outcome that a file of records/ was written from, except for rounding."""
-        names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
-        return cls(**{name: tree[name] for name in names}, **_last(tree["curve"]))
 
-
-def _last(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Norms and rank at the end of metrics.jsonl."""
+def norms_and_rank(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Last values in metrics.jsonl, as fields of `Outcome`."""
     last = metrics[-1] if metrics else {}
     measured = ([row for row in metrics if "target_rank" in row] or [{}])[-1]
     return {
