@@ -111,7 +111,7 @@ def top1(value: float) -> Numbers:
 
 
 def along(
-    line: str, values: Sequence[float], change: Callable[[float], Changes | PresetChanges]
+    line: str, values: Sequence[float], change: Callable[[float], Changes]
 ) -> tuple[Row, ...]:
     """Rows of one line of a figure, one per value."""
     return tuple(Row(f"{line}-{v:g}", change(v), line=line, x=v) for v in values)
