@@ -16,6 +16,7 @@ Longer than other files, because each sampler is told in one piece, down to what
 import functools
 import itertools
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -64,16 +65,16 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MaskSampler:
+class MaskSampler(ABC):
     """Draws masks on a grid of side x side patches. A subclass gives `draw` and what differs."""
 
     side: int
 
     static: ClassVar[bool] = True  # shapes depend on the block sizes alone, so it can be compiled
 
+    @abstractmethod
     def draw(self, batch: int, generator: torch.Generator, sizes: Sizes | None = None) -> Masks:
         """Masks of `batch` images, on the device of the generator."""
-        raise NotImplementedError
 
     def sizes(self, seed: int, step: int) -> Sizes | None:
         """Block sizes of the batch of `step`, the same on all ranks; None without blocks."""
@@ -97,9 +98,9 @@ class MaskSampler:
     def check(self) -> None:
         """Raises ValueError unless every batch it can draw has masks, for certain."""
 
+    @abstractmethod
     def describe(self) -> str:
         """A phrase for people."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

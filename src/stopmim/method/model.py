@@ -9,6 +9,7 @@ patches, D width, T numbers to predict per patch: D features, or its p * p * 3 p
 """
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -38,7 +39,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(ABC):
     """What is predicted of a masked patch, and how far off a prediction is.
 
     A subclass gives `name`, `of` and, where it differs, the loss and the class attributes.
@@ -54,9 +55,9 @@ class Target:
         """T, the numbers to predict per patch."""
         return encoder.width
 
+    @abstractmethod
     def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
         """Targets (M, B, K, T) at the patches `index` (M, B, K). Called without gradients."""
-        raise NotImplementedError
 
     def batch(self, images: Tensor, masks: Masks, block: Block | None) -> Batch:
         """A batch with all that `pairs` needs; `block` is the size of the target rectangles."""

@@ -86,6 +86,7 @@ class Positions(nn.Module):
     uncertain = False  # whether there is noise to draw
     conditioned = False  # whether the noise is made from context tokens
     untied = False  # whether the noise has a projection of its own instead of the context's A
+    noise_in_evaluation = False  # as the released code; ours draws in training only
 
     def __init__(
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
@@ -127,12 +128,39 @@ class Positions(nn.Module):
         tokens: Tokens = "masked",
         context: Tensor | None = None,
     ) -> Tensor:
+        """Positions (..., P) of the tokens at patches `index` (...).
+
+        Args:
+            project: the caller's linear layer A, from D to P; certain positions need none.
+            generator: source of the draw; the default generator without it.
+            noise: replaces the draw; as `draw` returns it.
+            tokens: "context" leaves out m~, for context tokens at uncertain places.
+            context: features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
+                last dimensions of `index` are then (B, K).
+        """
+        if noise is None and self.uncertain and (self.training or self.noise_in_evaluation):
+            seen = 0 if context is None else context.shape[-2]
+            noise = self.draw(index, project, generator, seen=seen)
+            noise = noise if noise is None or project is None else noise.to(project.weight.dtype)
+        if noise is None:
+            return self.mean(index, tokens)
+        return self.noisy(index, noise, project, tokens, context)
+
+    def noisy(
+        self,
+        index: Tensor,
+        noise: Tensor,
+        project: nn.Linear | None,
+        tokens: Tokens = "masked",
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Positions (..., P) with `noise`, as `draw` returns it; without effect where certain."""
         return self.mean(index, tokens)
 
     def draw(
         self,
         index: Tensor,
-        project: nn.Linear,
+        project: nn.Linear | None,
         generator: torch.Generator | None = None,
         *,
         seen: int = 0,
@@ -219,13 +247,13 @@ class StochasticPositions(Positions):
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.covariance: Covariance = "tied" if covariance == "projected" else covariance
         self.sigma, self.share, self.ramp, self.final_sigma = sigma, share, ramp, sigma
-        self.conditioned = covariance == "conditioned"
-        self.untied = covariance == "untied"
+        self.conditioned, self.untied = covariance == "conditioned", covariance == "untied"
+        self.noise_in_evaluation = bias == "project"
 
     def draw(
         self,
         index: Tensor,
-        project: nn.Linear,
+        project: nn.Linear | None,
         generator: torch.Generator | None = None,
         *,
         seen: int = 0,
@@ -236,6 +264,8 @@ class StochasticPositions(Positions):
         (..., P) for ``covariance="fixed"``. For "conditioned" it is e_j, (..., C): the weights of
         the `seen` context tokens in n_j.
         """
+        if project is None:
+            raise ValueError("stochastic positions need the layer A that projects the context")
         width, variance = project.in_features, self.sigma
         if self.covariance == "fixed":
             width = self.width
@@ -259,36 +289,19 @@ class StochasticPositions(Positions):
             directions = F.linear(mixture, a) / math.sqrt(mixture[..., 0].numel())
         return self.share * self.sigma * directions.square().sum()
 
-    def forward(
+    def noisy(
         self,
         index: Tensor,
-        project: nn.Linear | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        noise: Tensor | None = None,
+        noise: Tensor,
+        project: nn.Linear | None,
         tokens: Tokens = "masked",
         context: Tensor | None = None,
     ) -> Tensor:
-        """Positions (..., P) of the tokens at patches `index` (...).
-
-        Args:
-            project: the caller's linear layer A, from D to P.
-            generator: source of the draw; the default generator without it.
-            noise: replaces the draw; as `draw` returns it.
-            tokens: "context" leaves out m~, for context tokens at uncertain places.
-            context: features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
-                last dimensions of `index` are then (B, K).
-        """
-        if project is None:
-            raise ValueError("stochastic positions need the layer A that projects the context")
         token = self.mean(index, tokens)
-        if noise is None:
-            if not (self.training or self.bias == "project"):
-                return token
-            seen = 0 if context is None else context.shape[-2]
-            noise = self.draw(index, project, generator, seen=seen).to(project.weight.dtype)
         if self.covariance == "fixed":
             return token + noise
+        if project is None:
+            raise ValueError("stochastic positions need the layer A that projects the context")
         if self.conditioned:
             noise = noise @ _mixture(context).to(noise.dtype)  # (..., B, K, C) -> (..., B, K, D)
         # The weight alone: the bias of A must not reach the noise, m~ is its own parameter.
@@ -376,20 +389,15 @@ class JitteredPositions(Positions):
         decay = torch.exp(-_frequencies(self.width).square() * self.sigma / 2)
         return 4 * (1 - decay).sum()
 
-    def forward(
+    def noisy(
         self,
         index: Tensor,
+        noise: Tensor,
         project: nn.Linear | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        noise: Tensor | None = None,
         tokens: Tokens = "masked",
         context: Tensor | None = None,
     ) -> Tensor:
-        """Positions (..., P) of the tokens at patches `index` (...), moved by `noise` (..., 2)."""
-        if noise is None and self.training:
-            noise = self.draw(index, generator=generator)
-        return self.mean(index, tokens, noise)
+        return self.mean(index, tokens, moved_by=noise)
 
     @property
     def method(self) -> str:
