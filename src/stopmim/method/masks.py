@@ -97,6 +97,7 @@ class MaskSampler(ABC):
 
     def check(self) -> None:
         """Raises ValueError unless every batch it can draw has masks, for certain."""
+        return
 
     @abstractmethod
     def describe(self) -> str:

@@ -76,6 +76,7 @@ class Target(ABC):
 
     def check(self, sampler: MaskSampler) -> None:
         """Raises ValueError if these masks cannot be predicted."""
+        return
 
     def describe(self) -> str:
         """A phrase for people, "" if the name says it all."""
