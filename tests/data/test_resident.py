@@ -42,6 +42,6 @@ def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> 
         sample, parts = usual[key], collate([drawn[key]])
         assert sample.image is not None
         numbers, boxes, _ = map(torch.from_numpy, parts)
-        crop = crops(torch.from_numpy(images.images), numbers, boxes, config.image_size)[0]
+        crop = crops(torch.from_numpy(images.pixels), numbers, boxes, config.image_size)[0]
         assert (crop - sample.image.float()).abs().mean() < 0.5
         assert np.array_equal(parts.augmentation[0], sample.augmentation)

@@ -21,7 +21,6 @@ from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.order import Order, shares
-from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import Watched, batches, cores, shared
 
 REPLACEMENTS = 20  # other images tried in the place of a broken one
@@ -126,9 +125,9 @@ def _pinned(loaded: Loaded) -> Loaded:
 
 
 def default_workers(images: Images) -> int:
-    """One per core and GPU, but no more than 8; scenes come faster without."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
-    return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
+    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
 
 
 def steps_per_epoch(images: Sized, config: Config) -> int:

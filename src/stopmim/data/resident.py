@@ -17,21 +17,19 @@ from torch.utils.data import Dataset
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data.crops import Box, crop_box, draw_augmentation
-from stopmim.data.images import Images
-from stopmim.data.sources.arrays import Arrays
-from stopmim.data.sources.scenes import Scenes
+from stopmim.data.images import Images, InMemory
 
 SHARE = 0.25  # of the free memory of a GPU that the images may take
 
 
 def pixels_for(images: Images, device: torch.device) -> Tensor | None:
     """All `images` (N, H, W, 3) on the device; None if they are not in memory, or too many."""
-    if device.type != "cuda" or not isinstance(images, Scenes | Arrays) or images.images.ndim != 4:
+    if device.type != "cuda" or not isinstance(images, InMemory) or images.pixels.ndim != 4:
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    if images.images.nbytes > SHARE * free:
+    if images.pixels.nbytes > SHARE * free:
         return None
-    return torch.from_numpy(np.ascontiguousarray(images.images)).to(device)
+    return torch.from_numpy(np.ascontiguousarray(images.pixels)).to(device)
 
 
 class Part(NamedTuple):

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.data.images import Images
-from stopmim.data.subset import Some
+from stopmim.data.subset import Subset
 
 _START = '{"name": "'  # of every line that is written here
 
 Bad = list[tuple[str, str]]  # name and reason of each
 
 
-def without(images: Images, names: set[str]) -> Some:
+def without(images: Images, names: set[str]) -> Subset:
     """`images` less those with the given names."""
-    return Some(images, [i for i in range(len(images)) if images.name(i) not in names])
+    return Subset(images, [i for i in range(len(images)) if images.name(i) not in names])
 
 
 def without_skipped(images: Images, file: str | Path | None) -> Images:
