@@ -5,7 +5,7 @@ import torch
 
 from stopmim.data.crops import crop_box, resized_crop
 from stopmim.data.loading import Crops
-from stopmim.data.resident import Drawn, collate, crops
+from stopmim.data.resident import PlannedCrops, collate, crops
 from stopmim.data.sources.arrays import Arrays
 from tiny import tiny
 
@@ -37,7 +37,7 @@ def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> 
     small = rng.integers(0, 256, (5, 10, 12, 3), dtype=np.uint8)
     images = Arrays(np.repeat(np.repeat(small, 4, axis=1), 4, axis=2), {}, [], "noise")
     config = tiny()
-    usual, drawn = Crops(images, config), Drawn(40, 48, config)
+    usual, drawn = Crops(images, config), PlannedCrops(40, 48, config)
     for key in ((0, 3), (1, 3), (7, 0)):
         sample, parts = usual[key], collate([drawn[key]])
         assert sample.image is not None

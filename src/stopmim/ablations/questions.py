@@ -7,7 +7,7 @@ from typing import Any
 
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
-from stopmim.data.check import look_at
+from stopmim.data.check import inspect_images
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
@@ -135,7 +135,7 @@ def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
     bad = [
         f"{images.name(i)}: {look.reason}"
         for images in (parts if total <= MAX_CHECKED else ())
-        for i, look in enumerate(look_at(images, range(len(images))))
+        for i, look in enumerate(inspect_images(images, range(len(images))))
         if look.reason is not None
     ]
     if bad:

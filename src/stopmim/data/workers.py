@@ -1,9 +1,9 @@
-"""Worker processes that read images, and what is said when one of them dies.
+"""Worker processes that read images, and error messages that name the image when one dies.
 
-Every worker has a pipe of its own, whose other end closes when the worker dies, however it dies;
-torch's DataLoader shares one queue between all, where a kill at the wrong moment blocks everybody.
-A worker notes in shared memory which image it is at, so that a message can name it, and sets an
-alarm that kills it should the image take too long.
+Every worker has its own pipe, whose other end closes however the worker dies; torch's DataLoader
+shares one queue, where a kill at the wrong moment blocks all workers. A worker records in shared
+memory which image it reads, so that a message can name it, and sets an alarm that kills it if the
+image takes too long.
 """
 
 import atexit
@@ -25,19 +25,19 @@ from torch.utils.data import Dataset
 from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
 
-AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
-LONG = 8192  # keys; two longer lists, and an answer, could fill a pipe from both ends
-ORPHAN_SECONDS = 5.0  # between two looks whether the parent still lives
+AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
+LONG = 8192  # keys; two longer lists and an answer could fill a pipe from both ends
+ORPHAN_SECONDS = 5.0  # between checks that the parent is alive
 
-# From Python 3.14 on the default is a server, which would be sent all images and run the script of
-# whoever calls us once more for every worker.
+# The default since Python 3.14 is a server process, which would receive a copy of all images and
+# run the caller's script again for every worker.
 _processes: Any = mp.get_context("fork" if sys.platform == "linux" else None)
 
-_number: int | None = None  # of this worker; None in the process that trains
+_number: int | None = None  # of this worker; None in the training process
 
 
 class Readable(Protocol):
-    """What this module needs of `stopmim.data.Images`."""
+    """The part of `stopmim.data.Images` that workers use."""
 
     def read(self, i: int) -> np.ndarray: ...
 
@@ -45,34 +45,34 @@ class Readable(Protocol):
 
 
 class Failure(NamedTuple):
-    """What a worker sends in the place of a batch."""
+    """Sent by a worker instead of a batch."""
 
     reason: str
-    image: int | None  # that was being read
+    image: int | None  # being read at the time
 
 
 def cores() -> int:
-    """Cores this process may use, which can be fewer than the machine has."""
+    """Number of cores this process may use, possibly fewer than the machine has."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 class Watched:
-    """The reading of `images`, by this process or by `workers` others: noted, and timed.
+    """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
     Args:
-        timeout: seconds that a worker may take for one image; 0 is as long as it likes.
+        timeout: seconds that a worker may take for one image; 0 for no limit.
     """
 
     def __init__(self, images: Readable, workers: int, timeout: float) -> None:
         self.images, self.workers, self.timeout = images, workers, timeout
-        self.reading = torch.full((workers,), -1).share_memory_()  # image that each worker is at
+        self.reading = torch.full((workers,), -1).share_memory_()  # current image of each worker
 
     def read(self, i: int) -> np.ndarray:
         if _number is None:
             return self.images.read(i)
         self.reading[_number] = i
-        # Nothing handles this alarm: it ends the process, even from within a C library that hangs.
+        # Nothing handles this alarm: it kills the process even while a C library hangs.
         signal.setitimer(signal.ITIMER_REAL, self.timeout)
         try:
             pixels = self.images.read(i)
@@ -85,7 +85,7 @@ class Watched:
         return pixels
 
     def at(self, worker: int) -> int | None:
-        """The image that a worker is reading, or died or failed of."""
+        """The image that a worker is reading, or was reading when it died or failed."""
         return int(self.reading[worker]) if self.reading[worker] >= 0 else None
 
 
@@ -95,10 +95,10 @@ def batches(
     collate: Callable[[list[Any]], Any],
     watched: Watched,
 ) -> Iterator[Any]:
-    """`collate` of the samples of `dataset` for each list of keys, in order.
+    """Yields `collate` of the samples of `dataset` for each list of keys, in order.
 
     Raises:
-        ResourceError: a worker died, hung or raised; it names the image that was being read.
+        ResourceError: a worker died, hung or raised; the message names the image it was reading.
     """
     if not watched.workers:
         yield from (collate([dataset[key] for key in part]) for part in keys)
@@ -136,8 +136,8 @@ class _Worker:
             target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
         )
         self.process.start()
-        atexit.register(self.process.kill)  # the SIGTERM of multiprocessing would be ignored
-        theirs.close()  # the worker has the only one: it closes with the worker
+        atexit.register(self.process.kill)  # workers ignore the SIGTERM of multiprocessing
+        theirs.close()  # now only the worker holds it: it closes when the worker dies
 
     def send(self, keys: list[Any]) -> None:
         try:
@@ -156,7 +156,7 @@ class _Worker:
 
     def end(self) -> None:
         self.pipe.close()
-        self.process.kill()  # it holds nothing that anybody needs, and may be deep in a bad file
+        self.process.kill()  # it holds no state, and may be stuck in a bad file
         self.process.join()
         atexit.unregister(self.process.kill)
 
@@ -166,15 +166,15 @@ class _Worker:
         name = None if image is None else self.watched.images.name(image)
         if code == -signal.SIGALRM:
             return ResourceError(
-                f"{name}: still not read after {self.watched.timeout:g} s; mend or remove it, or "
-                f"allow more with --runtime.worker_timeout"
+                f"{name}: not read within {self.watched.timeout:g} s; fix or remove it, or allow "
+                f"more with --runtime.worker_timeout"
             )
         if code == -signal.SIGBUS:
             return self._no_room()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ResourceError(
             f"a worker process died{f' while reading {name}' if name else ''} ({how}); "
-            f"if memory ran out, try {self._fewer()}; if it is the image, remove it"
+            f"if memory ran out, try {self._fewer()}; if the image is at fault, remove it"
         )
 
     def _failure(self, failure: Failure) -> ResourceError:
@@ -199,7 +199,7 @@ class _Worker:
 
 
 def shared(tensor: Tensor) -> Tensor:
-    """In a worker, `tensor` in shared memory, where it has to go anyway: here it fails in time."""
+    """In a worker, moves `tensor` to shared memory now: a failure in `send` could not be reported."""
     if _number is None:
         return tensor
     try:
@@ -215,14 +215,14 @@ def _work(
     collate: Callable[..., Any],
     watched: Watched,
 ) -> None:
-    """The life of a worker: keys in, batches out, until the pipe closes."""
+    """Main loop of a worker: keys in, batches out, until the pipe closes."""
     global _number
     _number, parent = number, os.getppid()
-    # Ctrl-C reaches every process of a terminal: workers go on until the run has saved.
+    # Ctrl-C reaches every process of a terminal: workers continue until the run has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # libtiff reports every damaged file there; what a worker has to say goes through the pipe.
+    # libtiff complains on stderr about every damaged file; our errors go through the pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     while True:
