@@ -83,10 +83,15 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImageError(f"more than {max_pixels} pixels") from None
     except Exception as error:  # plugins raise almost anything on damaged files
-        text = " ".join(str(error).split())[:100]
+        text = one_line(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
     return np.ascontiguousarray(image)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error of some library, on one line of at most 100 characters."""
+    return " ".join(str(error).split())[:100]
 
 
 @contextlib.contextmanager

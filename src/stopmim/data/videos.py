@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,7 +206,7 @@ class DavisVideo:
         return (ids > 0).astype(np.uint8) if self.year == "2016" else np.where(ids == VOID, 0, ids)
 
 
-class Davis(Sequence[DavisVideo]):
+class Davis(list[DavisVideo]):
     """The videos of one split of DAVIS, in the order of its list.
 
     Args:
@@ -217,11 +217,7 @@ class Davis(Sequence[DavisVideo]):
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        year: Year = "2017",
-        resolution: str = "480p",
-        split: str = "val",
+        self, root: str | Path, year: Year = "2017", resolution: str = "480p", split: str = "val"
     ) -> None:
         if year not in ("2016", "2017"):
             raise UserError(f"DAVIS of {year!r}: expected 2016 or 2017")
@@ -231,7 +227,7 @@ class Davis(Sequence[DavisVideo]):
             if not folder.is_dir():
                 raise DataError(f"{folder}: no such folder; expected the folder of DAVIS {year}")
         names = self._names(resolution, split)
-        self._videos = [_davis_video(name, frames / name, masks / name, year) for name in names]
+        super().__init__(_davis_video(name, frames / name, masks / name, year) for name in names)
 
     def _names(self, resolution: str, split: str) -> list[str]:
         # The download of 2017 also has a list of 2016, but elsewhere than the download of 2016.
@@ -250,19 +246,9 @@ class Davis(Sequence[DavisVideo]):
     def __str__(self) -> str:
         return str(self.root)
 
-    def __len__(self) -> int:
-        return len(self._videos)
-
     def files(self) -> Iterator[Path]:
         """Paths of all frames and masks."""
-        return (file for video in self._videos for file in video.files)
-
-    @overload
-    def __getitem__(self, i: int) -> DavisVideo: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[DavisVideo]: ...
-    def __getitem__(self, i: int | slice) -> DavisVideo | list[DavisVideo]:
-        return self._videos[i]
+        return (file for video in self for file in video.files)
 
 
 def _davis_video(name: str, frames: Path, masks: Path, year: Year) -> DavisVideo:

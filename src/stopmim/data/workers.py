@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
+from stopmim.data.images import Images
 
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
 LONG = 8192  # keys; two longer lists and an answer could fill a pipe from both ends
@@ -34,14 +35,6 @@ ORPHAN_SECONDS = 5.0  # between checks that the parent is alive
 _processes: Any = mp.get_context("fork" if sys.platform == "linux" else None)
 
 _number: int | None = None  # of this worker; None in the training process
-
-
-class Readable(Protocol):
-    """The part of `stopmim.data.Images` that workers use."""
-
-    def read(self, i: int) -> np.ndarray: ...
-
-    def name(self, i: int) -> str: ...
 
 
 class Failure(NamedTuple):
@@ -64,7 +57,7 @@ class Watched:
         timeout: seconds that a worker may take for one image; 0 for no limit.
     """
 
-    def __init__(self, images: Readable, workers: int, timeout: float) -> None:
+    def __init__(self, images: Images, workers: int, timeout: float) -> None:
         self.images, self.workers, self.timeout = images, workers, timeout
         self.reading = torch.full((workers,), -1).share_memory_()  # current image of each worker
 
@@ -163,30 +156,29 @@ class _Worker:
     def _death(self) -> ResourceError:
         self.process.join(1.0)
         code, image = self.process.exitcode or 0, self.watched.at(self.number)
-        name = None if image is None else self.watched.images.name(image)
-        if code == -signal.SIGALRM:
+        if code == -signal.SIGALRM and image is not None:
             return ResourceError(
-                f"{name}: not read within {self.watched.timeout:g} s; fix or remove it, or allow "
-                f"more with --runtime.worker_timeout"
+                f"{self.watched.images.name(image)}: not read within {self.watched.timeout:g} s; "
+                f"fix or remove it, or allow more with --runtime.worker_timeout"
             )
         if code == -signal.SIGBUS:
             return self._no_room()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a worker process died{f' while reading {name}' if name else ''} ({how}); "
+            f"a worker process died{self._while_reading(image)} ({how}); "
             f"if memory ran out, try {self._fewer()}; if the image is at fault, remove it"
         )
 
     def _failure(self, failure: Failure) -> ResourceError:
         if "no shared memory" in failure.reason:
             return self._no_room()
-        where = ""
-        if failure.image is not None:
-            where = f" while reading {self.watched.images.name(failure.image)}"
         return ResourceError(
-            f"a worker process failed{where}: {failure.reason}; "
+            f"a worker process failed{self._while_reading(failure.image)}: {failure.reason}; "
             f"--runtime.workers 0 --debug shows where"
         )
+
+    def _while_reading(self, image: int | None) -> str:
+        return "" if image is None else f" while reading {self.watched.images.name(image)}"
 
     def _no_room(self) -> ResourceError:
         return ResourceError(
@@ -199,7 +191,7 @@ class _Worker:
 
 
 def shared(tensor: Tensor) -> Tensor:
-    """In a worker, moves `tensor` to shared memory now: a failure in `send` could not be reported."""
+    """In a worker, moves `tensor` to shared memory; `send` would, but not report a failure."""
     if _number is None:
         return tensor
     try:
@@ -209,11 +201,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 
 def _work(
-    number: int,
-    pipe: Any,
-    dataset: Dataset[Any],
-    collate: Callable[..., Any],
-    watched: Watched,
+    number: int, pipe: Any, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
 ) -> None:
     """Main loop of a worker: keys in, batches out, until the pipe closes."""
     global _number

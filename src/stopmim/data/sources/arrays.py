@@ -6,25 +6,18 @@ import numpy as np
 
 
 class Arrays:
-    """Images in memory.
-
-    Attributes:
-        labels: name of a label -> (n,) int64.
-        classes: names of the values of "class", if known.
-        fingerprint: sha256 of the shape and of all pixels.
-    """
+    """Images in memory; the default fingerprint is the sha256 of the shape and of all pixels."""
 
     def __init__(
         self,
         pixels: np.ndarray,  # (n, H, W, 3) or (n, H, W), uint8
-        labels: dict[str, np.ndarray],
-        classes: list[str],
+        labels: dict[str, np.ndarray],  # name of a label -> (n,) int64
+        classes: list[str],  # names of the values of "class", if known
         title: str,
+        fingerprint: str | None = None,
     ) -> None:
         self.pixels, self.labels, self.classes, self.title = pixels, labels, classes, title
-        digest = hashlib.sha256(repr(pixels.shape).encode())
-        digest.update(np.ascontiguousarray(pixels).data)
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint or _fingerprint(pixels)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -36,6 +29,12 @@ class Arrays:
 
     def name(self, i: int) -> str:
         return f"{self.title} {i}"
+
+
+def _fingerprint(pixels: np.ndarray) -> str:
+    digest = hashlib.sha256(repr(pixels.shape).encode())
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()
 
 
 def label_name(name: str) -> str:

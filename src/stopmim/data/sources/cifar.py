@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.data.decode import one_line
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Source, Split
+from stopmim.data.sources.source import Source, Split, read_bytes
 
 RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, planes of red, green and blue
 
@@ -34,7 +35,7 @@ def open_cifar100(text: Path | str, split: Split | None = None) -> Arrays:
         )
     binary = root / f"{part}.bin"
     if binary.exists():
-        data = np.frombuffer(_bytes(binary), np.uint8)
+        data = np.frombuffer(read_bytes(binary), np.uint8)
         if not data.size or data.size % RECORD:
             raise DataError(f"{printable(binary)}: not a whole number of {RECORD}-byte records")
         records = data.reshape(-1, RECORD)
@@ -55,54 +56,22 @@ def open_cifar100(text: Path | str, split: Split | None = None) -> Arrays:
     return Arrays(images, labels, [printable(name) for name in classes], f"cifar100 {part}")
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{printable(path)}: {error.strerror}") from None
-
-
-def _read(path: Path) -> Any:
-    data = _bytes(path)
+def _read(path: Path) -> dict[Any, Any]:
+    data = read_bytes(path)
     try:
         return interpret(data)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        text = " ".join(str(error).split())[:100]
-        raise DataError(
-            f"{printable(path)}: not the pickle of CIFAR-100, and no other is read: {text}"
-        ) from None
+        reason = f"not the pickle of CIFAR-100, and no other is read: {one_line(error)}"
+        raise DataError(f"{printable(path)}: {reason}") from None
 
 
-class _Array:
-    """An array of bytes under construction."""
-
-    value: np.ndarray
-
-    def build(self, state: tuple[Any, ...]) -> None:
-        _, shape, dtype, fortran, data = state
-        if not isinstance(dtype, _Dtype) or fortran:
-            raise ValueError("an array that is not of bytes in C order")
-        self.value = np.frombuffer(data.encode("latin-1"), np.uint8).reshape(shape)
+_MARK, _ARRAY, _UINT8 = object(), object(), object()  # the last two: arrays, dtypes to be built
+_VALUES = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "NONE",
+           "STRING", "BINSTRING", "SHORT_BINSTRING")  # fmt: skip
 
 
-class _Dtype:
-    def build(self, state: tuple[Any, ...]) -> None:
-        """Ignores byte order and the like, which uint8 does not have."""
-
-
-class _Global(str):
-    """A name in a pickle; never looked up."""
-
-
-_MARK = object()
-_RECONSTRUCT = "numpy.core.multiarray _reconstruct"
-_NDARRAY, _DTYPE = "numpy ndarray", "numpy dtype"
-_VALUES = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1",
-           "STRING", "BINSTRING", "SHORT_BINSTRING", "NONE")  # fmt: skip
-
-
-def interpret(data: bytes) -> Any:
-    """The value of a pickle of dicts, lists, tuples, integers, strings and arrays of uint8.
+def interpret(data: bytes) -> dict[Any, Any]:
+    """The value of a pickled dict of lists, tuples, integers, strings and arrays of uint8.
 
     Strings of Python 2 become text, one character per byte. Anything else raises ValueError.
     """
@@ -111,7 +80,7 @@ def interpret(data: bytes) -> Any:
 
     def pop_mark() -> list[Any]:
         """Removes everything down to the last mark, and returns what was above it."""
-        at = len(stack) - 1 - stack[::-1].index(_MARK)
+        at = max(i for i, item in enumerate(stack) if item is _MARK)
         items = stack[at + 1 :]
         del stack[at:]
         return items
@@ -149,16 +118,10 @@ def interpret(data: bytes) -> Any:
             case "SETITEM" | "SETITEMS":
                 items = pop_mark() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
                 stack[-1].update(_pairs(items))
-            case "GLOBAL" if arg in (_RECONSTRUCT, _NDARRAY, _DTYPE):
-                stack.append(_Global(arg))
-            case "REDUCE":
-                args, function = stack.pop(), stack.pop()
-                stack.append(_call(function, args))
-            case "BUILD":
-                state = stack.pop()
-                stack[-1].build(state)
-            case "STOP":
-                return _finished(stack.pop())
+            case "GLOBAL" | "REDUCE" | "BUILD":
+                _construct(opcode.name, arg, stack)
+            case "STOP" if isinstance(stack[-1], dict):
+                return stack[-1]
             case other:
                 raise ValueError(f"opcode {other} {arg or ''}")
     raise ValueError("no end")
@@ -168,18 +131,24 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _call(name: Any, args: Any) -> _Array | _Dtype:
-    """Starts one of the two objects that the file contains; nothing is ever called."""
-    if name == _RECONSTRUCT and args[0] == _NDARRAY:
-        return _Array()
-    if name == _DTYPE and args[0] == "u1":
-        return _Dtype()
-    raise ValueError(f"a call of {name}")
-
-
-def _finished(value: Any) -> Any:
-    """The dict `value`, with each array in place of the one under construction."""
-    return {k: v.value if isinstance(v, _Array) else v for k, v in value.items()}
+def _construct(opcode: str, arg: Any, stack: list[Any]) -> None:
+    """Executes one of the three steps of constructing an array; no name is ever looked up."""
+    if opcode == "GLOBAL":
+        stack.append(arg)
+        return
+    top, below = stack.pop(), stack.pop()
+    match opcode, below:
+        case "REDUCE", "numpy.core.multiarray _reconstruct" if top[0] == "numpy ndarray":
+            stack.append(_ARRAY)
+        case "REDUCE", "numpy dtype" if top[0] == "u1":
+            stack.append(_UINT8)
+        case "BUILD", _ if below is _UINT8:  # byte order and the like
+            stack.append(_UINT8)
+        case "BUILD", _ if below is _ARRAY and top[2] is _UINT8 and not top[3]:  # in C order
+            _, shape, _, _, pixels = top
+            stack.append(np.frombuffer(pixels.encode("latin-1"), np.uint8).reshape(shape))
+        case _:
+            raise ValueError(f"{opcode} of {below}")
 
 
 CIFAR100 = Source("cifar100", open_cifar100, recognise=is_cifar100)

@@ -82,12 +82,8 @@ class Folder(Files):
     """Every image file below `root`, sorted by path, without hidden files and folders.
 
     A folder that is reached twice, as through a looping link, counts once, under its real path if
-    that lies below `root`. Only regular files are opened: a pipe would block forever.
-
-    The index of a large folder is cached and reused while no folder in it has changed, which
-    reveals added, removed and renamed files, and while 1,000 evenly spaced files keep their sizes.
-    A few files overwritten in place by others of another size may go unnoticed until then: the
-    fingerprint is that of the stored sizes.
+    that lies below `root`. Only regular files are opened: a pipe would block forever. The index of
+    a large folder is cached while its folders and `SPOT_CHECKS` file sizes do not change.
 
     Attributes:
         labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two

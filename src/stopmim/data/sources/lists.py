@@ -20,17 +20,9 @@ _INTEGER = re.compile(rb"-?\d{1,18}")
 def open_list(path: Path | str, root: Path | str | None = None) -> Files:
     """Opens the images that the list file at `path` names, in its order, below `root`.
 
-    A line is a path relative to `root` (default: the folder of the list), or a path and a label.
-    If every line ends in an image extension, as ``cats/1.jpg``, the list has no labels. Otherwise
-    the label follows the last tab, or else the last comma, or else the last blank: the first of
-    the three that every line has. Empty lines are ignored.
-
-    Labels that are all integers are kept; others are numbered in sorted order. Without labels, the
-    first folder of each path is its class, numbered as in `Folder(root)`: among all class folders,
-    not only those in the list.
-
-    Bare ImageNet names (``n04235860_14959.JPEG``), as in the lists of 1 % and 10 % of it, are
-    looked up in the folder of their class, ``n04235860/``.
+    docs/data.md describes the lines. Classes are numbered as in `Folder(root)`, among all class
+    folders and not only those in the list, or else by sorted labels. The default of `root` is the
+    folder of the list.
     """
     root = os.path.dirname(path) or "." if root is None else root
     name = printable(path)

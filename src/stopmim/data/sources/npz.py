@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError, NoPartError
+from stopmim.data.decode import one_line
 from stopmim.data.sources.arrays import Arrays, label_name
 from stopmim.data.sources.paths import printable
 from stopmim.data.sources.source import Source, Split
@@ -26,8 +27,8 @@ def open_npz(path: Path | str, split: Split | None = None) -> Arrays:
             keys = [key for key in found.files if key.startswith(prefix)]
             arrays = {key.removeprefix(prefix): found[key] for key in keys}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise DataError(f"{name}: not a NumPy archive that can be read safely: {reason}") from None
+        reason = f"not a NumPy archive that can be read safely: {one_line(error)}"
+        raise DataError(f"{name}: {reason}") from None
     images = {k: a for k, a in arrays.items() if a.dtype == np.uint8 and _is_images(a)}
     if len(images) != 1:
         got = ", ".join(f"{k} {a.dtype} {a.shape}" for k, a in arrays.items())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.decode import BadImageError, decode
+from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.paths import file_names, printable
 from stopmim.data.sources.shards import find_shards, names_shards
@@ -56,7 +56,7 @@ class Parquet:
             try:
                 contents, size = _read_contents(path), os.stat(path).st_size
             except (arrow.ArrowException, OSError) as error:
-                self.unreadable.append(f"{name}: {_reason(error)}")
+                self.unreadable.append(f"{name}: {one_line(error)}")
                 continue
             found.append(contents)
             self.files.append(path)
@@ -123,7 +123,7 @@ class Parquet:
                 columns = [f"{self._column}.bytes"]
                 table = opened.read_row_group(number, columns=columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
-            raise BadImageError(_reason(error)) from None
+            raise BadImageError(one_line(error)) from None
         held = self._cached[group] = table.column(self._column)
         while len(self._cached) > 1 and sum(c.nbytes for c in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
@@ -139,10 +139,6 @@ def _pyarrow(source: str) -> tuple[Any, Any]:
             f'{printable(source)}: Parquet needs pyarrow: pip install "stopmim[shards]"'
         ) from None
     return pyarrow, pyarrow.parquet
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:100]
 
 
 def _read_contents(path: str) -> Contents:

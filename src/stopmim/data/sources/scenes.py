@@ -7,8 +7,9 @@ from itertools import repeat
 import numpy as np
 
 from stopmim.base.errors import UserError
-from stopmim.data.render import Bytes, Ints, render_all
+from stopmim.data.render import render_all
 from stopmim.data.scene import LABELS, labels_of, sample
+from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.source import Source, Split
 
 VERSION = 1  # in the fingerprint: increase it with any change of a pixel or label
@@ -18,20 +19,16 @@ BATCH = 2048  # scenes sampled at once
 DEFAULT = (8192, 64, 0)  # count, size and seed
 
 
-class Scenes:
+class Scenes(Arrays):
     """`n` rendered scenes in memory, with the labels of `labels_of`."""
 
-    pixels: Bytes  # (n, size, size, 3)
-    labels: dict[str, Ints]  # each (n,)
     in_process = True  # faster than worker processes
 
     def __init__(
         self, n: int, size: int = 64, seed: int = 0, *, threads: int | None = None
     ) -> None:
-        self.pixels = np.empty((n, size, size, 3), np.uint8)
-        self.labels = {name: np.empty(n, np.int64) for name in LABELS}
-        self.fingerprint = f"scenes-v{VERSION}-{n}-{size}-{seed}"
-        self.source = f"scenes:{n}:{size}:{seed}"
+        pixels = np.empty((n, size, size, 3), np.uint8)
+        labels = {name: np.empty(n, np.int64) for name in LABELS}
         # After this is freed, glibc keeps what is freed later. Otherwise a fifth of the time goes
         # into requesting the same pages from the system again and again.
         np.empty(4_000_000)
@@ -42,20 +39,16 @@ class Scenes:
                 scenes = [sample(seed, i) for i in range(start, min(start + BATCH, n))]
                 for i, scene in enumerate(scenes, start):
                     for name, value in labels_of(scene).items():
-                        self.labels[name][i] = value
+                        labels[name][i] = value
                 chunks = [scenes[i : i + step] for i in range(0, len(scenes), step)]
                 for images, _ in pool.map(render_all, chunks, repeat(size)):
-                    self.pixels[done : done + len(images)] = images
+                    pixels[done : done + len(images)] = images
                     done += len(images)
+        self.source = f"scenes:{n}:{size}:{seed}"
+        super().__init__(pixels, labels, [], "scene", f"scenes-v{VERSION}-{n}-{size}-{seed}")
 
     def __str__(self) -> str:
         return self.source
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, i: int) -> Bytes:
-        return self.pixels[i]
 
     def name(self, i: int) -> str:
         return f"scene {i:08d}"

@@ -53,12 +53,17 @@ def contains(folder: str, *names: str) -> bool:
     return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
 
-def read_json(path: Path) -> Any:
+def read_bytes(path: Path) -> bytes:
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError as error:  # each split has its own file
-        raise NoPartError(f"{printable(path)}: {error.strerror}") from None
-    except OSError as error:
-        raise DataError(f"{printable(path)}: {error.strerror}") from None
+        return path.read_bytes()
+    except OSError as error:  # a missing file is a missing split: each has its own
+        kind = NoPartError if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"{printable(path)}: {error.strerror}") from None
+
+
+def read_json(path: Path) -> Any:
+    data = read_bytes(path)
+    try:
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{printable(path)}: not JSON: {str(error)[:100]}") from None
