@@ -87,7 +87,7 @@ def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
 
 
 def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, Any]]:
-    """Trains twelve heads for 28 epochs; on a GPU also in float32, to show that TF32 is harmless."""
+    """Trains twelve heads for 28 epochs; on a GPU also in float32, to compare with TF32."""
     x, y = problem(n + n // 10, d, classes)
     x = x.half()
     train, test = x[:n].to(device), x[n:].to(device)

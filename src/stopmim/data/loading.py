@@ -20,7 +20,7 @@ from stopmim.data import resident
 from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
-from stopmim.data.order import Order, shares
+from stopmim.data.order import batch_keys, shares
 from stopmim.data.workers import Watched, batches, cores, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
@@ -84,7 +84,7 @@ def loader(
 
     They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.
     """
-    order = Order(
+    order = batch_keys(
         images,
         config,
         start,

@@ -12,36 +12,24 @@ from stopmim.config.schema import Config
 from stopmim.data.images import Chunked, Images
 
 
-class Order:
+def batch_keys(
+    images: Images, config: Config, start: int, *, shares: list[slice], steps_per_epoch: int
+) -> Iterator[list[tuple[int, int]]]:
     """Yields the (epoch, image number) of each micro-batch, from step `start` to the last.
 
     An epoch is a permutation keyed by (seed, epoch), without the images that do not fill a batch.
     Only this process holds it; workers are sent the numbers they need. `shares` are the positions
     in a batch that this rank computes, see the function of that name.
     """
-
-    def __init__(
-        self,
-        images: Images,
-        config: Config,
-        start: int,
-        *,
-        shares: list[slice],
-        steps_per_epoch: int,
-    ) -> None:
-        self.images, self.seed, self.start, self.shares = images, config.seed, start, shares
-        self.batch_size, self.steps_per_epoch = config.optim.batch_size, steps_per_epoch
-        self.total = config.optim.epochs * steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        current, order = -1, torch.empty(0, dtype=torch.long)
-        for step in range(self.start, self.total):
-            epoch, place = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                current, order = epoch, permutation(self.images, self.seed, epoch)
-            batch = order[place * self.batch_size : (place + 1) * self.batch_size]
-            for share in self.shares:
-                yield [(epoch, number) for number in batch[share].tolist()]
+    size = config.optim.batch_size
+    current, order = -1, torch.empty(0, dtype=torch.long)
+    for step in range(start, config.optim.epochs * steps_per_epoch):
+        epoch, place = divmod(step, steps_per_epoch)
+        if epoch != current:
+            current, order = epoch, permutation(images, config.seed, epoch)
+        batch = order[place * size : (place + 1) * size]
+        for share in shares:
+            yield [(epoch, number) for number in batch[share].tolist()]
 
 
 def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:

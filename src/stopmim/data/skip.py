@@ -6,6 +6,7 @@ train/cat/1.jpg and val/cat/1.jpg have the same name.
 
 import json
 from pathlib import Path
+from typing import Any
 
 from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.data.images import Images
@@ -71,25 +72,22 @@ def read_list(file: Path, part: str = "train") -> set[str]:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip() and not _torn(line)]
-        return {str(line["name"]) for line in lines if line.get("part", "train") == part}
+        lines = [_parse(line) for line in text.splitlines() if line.strip()]
+        return {str(line["name"]) for line in lines if line and line.get("part", "train") == part}
     except OSError as error:
         raise DataError(f"{file}: cannot read this list of images: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(
-            f'{file}: not a list of images: expected lines like {{"name": ...}}'
-        ) from None
+        reason = 'not a list of images: expected lines like {"name": ...}'
+        raise DataError(f"{file}: {reason}") from None
 
 
-def _torn(line: str) -> bool:
-    """Whether this is only the beginning of a line that `write_list` writes."""
-    if line[: len(_START)] != _START[: len(line)]:
-        return False
+def _parse(line: str) -> Any:
     try:
-        json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return True
-    return False
+        if line.startswith(_START) or _START.startswith(line):
+            return None  # cut short
+        raise
 
 
 def check_writable(file: Path) -> None:

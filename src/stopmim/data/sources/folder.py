@@ -26,13 +26,7 @@ SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 
 
 class Files:
-    """Image files at given paths below `root`.
-
-    Attributes:
-        labels: name of a label -> (n,) int64.
-        classes: names of the values of "class", if it has any.
-        fingerprint: sha256 of all relative paths and file sizes.
-    """
+    """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
     labels: dict[str, np.ndarray]
     classes: list[str]
@@ -85,11 +79,8 @@ class Folder(Files):
     that lies below `root`. Only regular files are opened: a pipe would block forever. The index of
     a large folder is cached while its folders and `SPOT_CHECKS` file sizes do not change.
 
-    Attributes:
-        labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two
-            subfolders of `root`; otherwise empty.
-        classes: sorted names of these subfolders, or the given ones.
-        unreadable: folders and links that could not be followed.
+    The label "class" is the first folder of a path, if every image lies in one of at least two; it
+    indexes `classes`, by default the sorted names of these folders.
     """
 
     def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:

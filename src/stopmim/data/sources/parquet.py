@@ -13,9 +13,8 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.paths import file_names, printable
-from stopmim.data.sources.shards import find_shards, names_shards
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
 from stopmim.data.sources.source import Source
-from stopmim.data.stamps import stamp_files
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
@@ -31,18 +30,12 @@ class Contents(NamedTuple):
     labels: dict[str, np.ndarray]
 
 
-class Parquet:
+class Parquet(Shards):
     """The images of Parquet files, in the order of the files and of their rows.
 
     A row group is the smallest unit of reading; each process keeps the most recent ones. Half of
     `CACHE_BYTES` holds the `window` of images that the order of an epoch mixes at a time.
-
-    Attributes:
-        labels: every integer column without nulls; "label", "labels" and "y" become "class".
-        classes: names of the values of "class", if the schema has them.
-        fingerprint: sha256 of names and sizes of the files, and rows and bytes of row groups.
-        unreadable: files that are ignored, and why.
-        chunks: number of the first image of each row group.
+    Labels are the integer columns without nulls. Damaged files are ignored, as `unreadable`.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -84,14 +77,11 @@ class Parquet:
         bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
         self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
-    def __len__(self) -> int:
-        return int(self.chunks[-1])
-
     def __getstate__(self) -> dict[str, Any]:  # a spawned process reads its own
         return self.__dict__ | {"_cached": OrderedDict()}
 
     def read(self, i: int) -> np.ndarray:
-        group = self._group(i)
+        group = self._chunk(i)
         value = self._read_group(group)[i - int(self.chunks[group])].as_py()
         data = value and value["bytes"]
         if data is None:
@@ -99,17 +89,9 @@ class Parquet:
         return decode(data)
 
     def name(self, i: int) -> str:
-        file = self._groups[self._group(i), 0]
+        file = self._groups[self._chunk(i), 0]
         first = np.searchsorted(self._groups[:, 0], file)  # row group of the file
         return f"{self._file_names[file]} row {i - self.chunks[first]}"
-
-    def stamp(self) -> str:
-        return stamp_files(self.files)
-
-    def _group(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(f"image {i} of {len(self)}")
-        return int(np.searchsorted(self.chunks, i, side="right")) - 1
 
     def _read_group(self, group: int) -> Any:
         if group in self._cached:

@@ -5,11 +5,14 @@ import os
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from stopmim.base.errors import DataError
 from stopmim.data.sources.folder import holds_images
 from stopmim.data.sources.paths import printable
 from stopmim.data.sources.source import Split, no_split
 from stopmim.data.sources.splits import TEST_NAMES, has_splits, split_folder
+from stopmim.data.stamps import stamp_files
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
 
@@ -17,6 +20,25 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 # A word of a file's name, as in train-00000-of-00004.parquet or imagenet1k-validation-00.tar.
 _SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
+
+
+class Shards:
+    """Images of several files, each read in chunks: the base of tar and Parquet."""
+
+    files: list[str]
+    chunks: np.ndarray  # (k + 1,) number of the first image of each chunk
+
+    def __len__(self) -> int:
+        return int(self.chunks[-1])
+
+    def stamp(self) -> str:
+        return stamp_files(self.files)
+
+    def _chunk(self, i: int) -> int:
+        """The chunk that image `i` is in."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        return int(np.searchsorted(self.chunks, i, side="right")) - 1
 
 
 def is_pattern(text: str) -> bool:

@@ -20,9 +20,8 @@ from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
 from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
 from stopmim.data.sources.paths import PackedPaths, file_names, printable
-from stopmim.data.sources.shards import find_shards, names_shards
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
 from stopmim.data.sources.source import Source, Split
-from stopmim.data.stamps import stamp_files
 
 BLOCK = 512
 AHEAD = 2**14  # bytes read at once: small members beside an image come with its header
@@ -59,28 +58,23 @@ class Shard(NamedTuple):
     torn: int  # samples at its end whose label may lie beyond the damage
 
 
-class Tar:
+class Tar(Shards):
     """The images of tar shards, in the order of the shards and of their members.
 
     A sample is a run of members whose names are equal up to the first dot after the last slash,
     as in WebDataset. Its image is the first member with only an image extension after that dot
     (``a.jpg``, not ``a.mask.png``); without such a member all images of the run count.
-
-    Attributes:
-        labels: "class" -> (n,) int64, if every sample has a ``.cls`` member with an integer, or a
-            ``.json`` member with an integer as "label" or "cls"; otherwise empty.
-        fingerprint: sha256 of names and sizes of the shards and of their images.
-        unreadable: damaged shards, and where; the part before the damage is used.
-        chunks: number of the first image of each shard.
+    The label "class" is an integer in a ``.cls`` member, or "label" or "cls" in a ``.json`` member,
+    if every sample has one. Shards that are damaged are `unreadable` from there on.
     """
 
     window = WINDOW
 
     def __init__(self, shards: Sequence[str]) -> None:
-        self.shards = [os.path.abspath(shard) for shard in shards]
-        self._shard_names = file_names(self.shards)
-        key = b"\0".join(map(os.fsencode, self.shards))
-        began, state = time.time_ns(), _state(self.shards)
+        self.files = [os.path.abspath(shard) for shard in shards]
+        self._shard_names = file_names(self.files)
+        key = b"\0".join(map(os.fsencode, self.files))
+        began, state = time.time_ns(), _state(self.files)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index() | {"state": state}
@@ -99,16 +93,13 @@ class Tar:
                 f"looked for members that end in {', '.join(EXTENSIONS)}"
             )
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def read(self, i: int) -> np.ndarray:
         size, at = int(self._size[i]), int(self._at[i])
         if size > MAX_BYTES:
             raise BadImageError(f"more than {MAX_BYTES} bytes")
         try:
             # Opened for each image: no state to share with, or to send to, another process.
-            file = os.open(self.shards[self._shard(i)], os.O_RDONLY)
+            file = os.open(self.files[self._chunk(i)], os.O_RDONLY)
             try:
                 data = os.pread(file, size, at)
             finally:
@@ -120,17 +111,11 @@ class Tar:
         return decode(data)
 
     def name(self, i: int) -> str:
-        return f"{self._shard_names[self._shard(i)]}/{printable(self._names[i])}"
-
-    def stamp(self) -> str:
-        return stamp_files(self.shards)
-
-    def _shard(self, i: int) -> int:
-        return int(np.searchsorted(self.chunks, i, side="right")) - 1
+        return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
 
     def _index(self) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
-            found = _labelled(list(pool.map(_samples, self.shards)))
+            found = _labelled(list(pool.map(_samples, self.files)))
         samples = [sample for shard, _, _ in found for sample in shard]
         names = PackedPaths.pack([sample.name for sample in samples])
         labels = [sample.label for sample in samples if sample.label is not None]
@@ -140,7 +125,7 @@ class Tar:
             if shard.problem
         ]
         digest = hashlib.sha256()
-        for path, (shard, _, _) in zip(self.shards, found, strict=True):
+        for path, (shard, _, _) in zip(self.files, found, strict=True):
             size = os.stat(path).st_size if os.path.exists(path) else -1
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for sample in shard:
