@@ -1,4 +1,4 @@
-"""`stopmim check`, and the list with which a run leaves broken images out."""
+"""`stopmim check`, and lists of images to skip."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Crops on the device are the crops of the CPU."""
+"""Crops on the device equal those on the CPU."""
 
 import numpy as np
 import torch

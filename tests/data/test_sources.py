@@ -1,4 +1,4 @@
-"""What is typed, what is found, and which label an image gets: every source in its real format."""
+"""Every source in its real format: how it is recognised, and its images, labels and splits."""
 
 import hashlib
 import io
@@ -167,7 +167,7 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("/etc/x.png\n", "not a path below"),
         ("a/1.png\na/2\n", "a/2: neither an image file nor"),
         ("\n\n", "an empty list"),
-        ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would wait for ever
+        ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would block forever
         ("n01440764_1.JPEG\n", r"first n01440764/n01440764_1\.JPEG"),
     ],
 )

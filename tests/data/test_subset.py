@@ -1,4 +1,4 @@
-"""Some of the images of a source, and a source in two parts."""
+"""Subsets of a source, and its split into two parts."""
 
 from pathlib import Path
 

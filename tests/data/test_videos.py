@@ -1,4 +1,4 @@
-"""Videos: the drawn ones are exact and the same everywhere, DAVIS is read as it is published."""
+"""Rendered videos are exact and equal on every machine; DAVIS is read as published."""
 
 import hashlib
 import time
@@ -57,7 +57,7 @@ def test_objects_are_numbered_from_one_in_the_first_frame_and_keep_their_number(
         assert len(first) > 1
         for i in range(1, len(video)):
             assert set(np.unique(video.mask(i))) <= set(first)
-            # What moves by a pixel or two a frame overlaps with itself, not with another.
+            # An object that moves a pixel or two per frame overlaps with itself, not with another.
             before, now = video.mask(i - 1), video.mask(i)
             for k in first[1:]:
                 if (now == k).sum() > 30 and (before == k).sum() > 30:

@@ -185,7 +185,7 @@ def _rate(name: str, seconds: list[float], images: int) -> dict[str, Any]:
 
 
 def _ratio(name: str, ours: list[float], others: list[float]) -> dict[str, Any]:
-    """How many times as fast: the ratio of the medians, and the median of the rounds' ratios."""
+    """Speed relative to `others`: ratio of the medians, and median of the per-round ratios."""
     speed = round(statistics.median(others) / statistics.median(ours), 3)
     ratios = [b / a for a, b in zip(ours, others, strict=True)]
     return {"bench": name, "speed": speed} | _summary("paired", ratios, 3)
