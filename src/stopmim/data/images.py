@@ -39,9 +39,10 @@ class Chunked(Images, Protocol):
 
 @runtime_checkable
 class InMemory(Images, Protocol):
-    """Images of one size in one array, which may move to the GPU."""
+    """Images in one array, which may be copied to the GPU instead of being read one by one."""
 
-    pixels: np.ndarray  # (n, H, W, 3) uint8, or (n, H, W) if grey
+    def resident_pixels(self) -> np.ndarray | None:
+        """All images as `read` returns them, (n, H, W, 3) uint8; None if that needs a copy."""
 
 
 @runtime_checkable

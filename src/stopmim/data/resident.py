@@ -24,12 +24,12 @@ SHARE = 0.25  # of the free GPU memory that the images may take
 
 def pixels_for(images: Images, device: torch.device) -> Tensor | None:
     """All images (N, H, W, 3) on the GPU; None on a CPU, or if they are on disk or too many."""
-    if device.type != "cuda" or not isinstance(images, InMemory) or images.pixels.ndim != 4:
+    if device.type != "cuda" or not isinstance(images, InMemory):
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    if images.pixels.nbytes > SHARE * free:
+    pixels = images.resident_pixels()
+    if pixels is None or pixels.nbytes > SHARE * torch.cuda.mem_get_info(device)[0]:
         return None
-    return torch.from_numpy(np.ascontiguousarray(images.pixels)).to(device)
+    return torch.from_numpy(np.ascontiguousarray(pixels)).to(device)
 
 
 class CropPlan(NamedTuple):

@@ -27,6 +27,9 @@ class Arrays:
         image = self.pixels[i]
         return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)
 
+    def resident_pixels(self) -> np.ndarray | None:
+        return self.pixels if self.pixels.ndim == 4 else None
+
     def name(self, i: int) -> str:
         return f"{self.title} {i}"
 
