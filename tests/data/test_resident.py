@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from stopmim.data.crops import crop_box, resized_crop
-from stopmim.data.loading import Crops
 from stopmim.data.images import InMemory
+from stopmim.data.loading import Crops
 from stopmim.data.resident import PlannedCrops, collate, crops, pixels_for
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
