@@ -1,4 +1,4 @@
-"""The loader's benchmark measures what it says. Its figures are the machine's: not tested."""
+"""The benchmark of the loader reports every variant. Speeds depend on the machine: not tested."""
 
 import json
 import os

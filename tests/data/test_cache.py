@@ -1,4 +1,4 @@
-"""A stored index saves time and never lies about what is there now."""
+"""A cached index saves time and is never out of date."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ from stopmim.data.sources.tar import Tar
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An own cache, for small folders too."""
+    """A private cache, used for small folders too."""
     monkeypatch.setenv("STOPMIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stopmim.data.index_cache.WORTH_IT", 1)
     return tmp_path / "cache"
 
 
 def age(root: Path, seconds: float = 60.0) -> None:
-    """As if nothing below `root` had changed for a while."""
+    """Sets all times below `root` back, as if nothing had changed for a while."""
     then = time.time() - seconds
     for path in [*root.rglob("*"), root]:
         os.utime(path, (then, then))
@@ -96,7 +96,7 @@ def test_a_change_in_the_tree_is_noticed(
 
 
 def test_what_has_just_changed_is_not_stored(root: Path, place: Path) -> None:
-    """A clock of a file system ticks: a file that comes within a tick would go unnoticed."""
+    """File systems round times: a second change within the same tick would go unnoticed."""
     (root / "a/9.png").touch()
     Folder(root)
     assert not place.exists()

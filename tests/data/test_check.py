@@ -1,4 +1,4 @@
-"""`stopmim check`, and the list with which a run leaves broken images out."""
+"""`stopmim check`, and lists of images to skip."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def test_nothing_readable_is_a_problem_whatever_max_bad_allows() -> None:
         (["--limit", "-5"], 2, "--limit -5: at least one image"),
         (["--fix-list", "nowhere/a.jsonl"], 5, "nowhere/a.jsonl: cannot write the list: No such"),
         (["--fix-list", "a.jsonl", "--preset", "no"], 2, "no: no such preset"),
-        (["--fix-list", "a.txt"], 2, "a.txt: the name of a list of images ends in .jsonl"),
+        (["--fix-list", "a.txt"], 2, "a.txt: the name of a list of images must end in .jsonl"),
     ],
 )
 def test_what_cannot_work_is_said_before_an_image_is_read(

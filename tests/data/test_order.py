@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
-from stopmim.data.order import Order, nearly_sequential, permutation, shares
+from stopmim.data.order import batch_keys, nearly_sequential, permutation, shares
 from stopmim.data.workers import Watched
 from stopmim.data.workers import batches as read
 from stopmim.method.build import configure
@@ -35,7 +35,7 @@ def batches(images: NoiseImages, start: int, rank: int, world: int, workers: int
     """Per step the keys of one rank, its accumulation parts one after the other."""
     config = _config()
     parts = shares(BATCH, 2, rank, world)
-    order = Order(images, config, start, shares=parts, steps_per_epoch=PER_EPOCH)
+    order = batch_keys(images, config, start, shares=parts, steps_per_epoch=PER_EPOCH)
     found: list[list[Key]] = list(read(Echo(), order, list, Watched(images, workers, 0)))
     steps = [found[i : i + len(parts)] for i in range(0, len(found), len(parts))]
     return [[key for part in step for key in part] for step in steps]

@@ -118,7 +118,7 @@ def test_the_cache_is_bounded_and_the_order_stays_within_it(
     assert values(images) == list(range(200))
     missed = 0
     for i in permutation(images, 0, 0).tolist():
-        missed += images._group(i) not in images._cached
+        missed += images._chunk(i) not in images._cached
         images.read(i)
     assert missed <= 22  # each of 20 row groups once; in a plain random order 120 times
     assert 4 * size < sum(held.nbytes for held in images._cached.values()) <= 8 * size

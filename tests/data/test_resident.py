@@ -1,13 +1,17 @@
-"""Crops on the device are the crops of the CPU."""
+"""Crops on the device equal those on the CPU."""
 
 import numpy as np
+import pytest
 import torch
 
 from stopmim.data.crops import crop_box, resized_crop
+from stopmim.data.images import InMemory
 from stopmim.data.loading import Crops
-from stopmim.data.resident import Drawn, collate, crops
+from stopmim.data.resident import PlannedCrops, collate, crops, pixels_for
 from stopmim.data.sources.arrays import Arrays
-from tiny import tiny
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import Subset
+from tiny import NoiseImages, tiny
 
 
 def test_they_are_those_of_the_cpu_to_half_a_grey_level() -> None:
@@ -37,11 +41,29 @@ def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> 
     small = rng.integers(0, 256, (5, 10, 12, 3), dtype=np.uint8)
     images = Arrays(np.repeat(np.repeat(small, 4, axis=1), 4, axis=2), {}, [], "noise")
     config = tiny()
-    usual, drawn = Crops(images, config), Drawn(40, 48, config)
+    usual, drawn = Crops(images, config), PlannedCrops(40, 48, config)
     for key in ((0, 3), (1, 3), (7, 0)):
         sample, parts = usual[key], collate([drawn[key]])
         assert sample.image is not None
         numbers, boxes, _ = map(torch.from_numpy, parts)
-        crop = crops(torch.from_numpy(images.images), numbers, boxes, config.image_size)[0]
+        crop = crops(torch.from_numpy(images.pixels), numbers, boxes, config.image_size)[0]
         assert (crop - sample.image.float()).abs().mean() < 0.5
         assert np.array_equal(parts.augmentation[0], sample.augmentation)
+
+
+def test_only_images_that_offer_their_pixels_move_to_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenes, grey = Scenes(2, 24), Arrays(np.zeros((2, 8, 8), np.uint8), {}, [], "grey")
+    for images in (NoiseImages(), Subset(scenes, [0])):  # read one by one, as they like
+        assert not isinstance(images, InMemory)
+    assert pixels_for(scenes, torch.device("cpu")) is None
+    free = scenes.pixels.nbytes * 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    found = pixels_for(scenes, torch.device("cuda"))
+    assert found is not None
+    assert np.array_equal(found.numpy(), scenes.pixels)
+    assert pixels_for(grey, torch.device("cuda")) is None
+    free -= 4
+    assert pixels_for(scenes, torch.device("cuda")) is None

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stopmim.data.sources import scenes
-from stopmim.data.sources.scenes import (
+from stopmim.data.render import render, render_all
+from stopmim.data.scene import (
     CUBE,
     CYLINDER,
     LABELS,
@@ -14,12 +14,11 @@ from stopmim.data.sources.scenes import (
     SPHERE,
     Body,
     Scene,
-    Scenes,
-    classes,
-    render,
-    render_all,
+    labels_of,
     sample,
 )
+from stopmim.data.sources import scenes
+from stopmim.data.sources.scenes import Scenes
 
 MANY = [sample(0, i) for i in range(512)]
 LIGHT = (-0.5, -0.1, math.sqrt(0.74))
@@ -57,21 +56,21 @@ def inside(body: Body, points: np.ndarray) -> np.ndarray:
 
 def test_pixels_and_labels_are_the_same_on_every_machine() -> None:
     made = Scenes(48)
-    images = hashlib.sha256(made.images.tobytes()).hexdigest()
+    images = hashlib.sha256(made.pixels.tobytes()).hexdigest()
     labels = hashlib.sha256(b"".join(made.labels[k].tobytes() for k in LABELS)).hexdigest()
     assert images == "c5533b9c0fb68d6941b0fcde9f04eef42a423543181e45daebc596952fcb9802"
     assert labels == "0d23292b3958601003fb0912660a7b51b287bc7d5415ed70c33f91fd6efbf749"
 
 
 def assert_equal(a: Scenes, b: Scenes) -> None:
-    assert np.array_equal(a.images, b.images)
+    assert np.array_equal(a.pixels, b.pixels)
     for name in LABELS:
         assert np.array_equal(a.labels[name], b.labels[name])
 
 
 def test_a_scene_does_not_depend_on_how_many_are_made() -> None:
     few, many = Scenes(10, size=32), Scenes(75, size=32)
-    many.images = many.images[:10]
+    many.pixels = many.pixels[:10]
     many.labels = {name: values[:10] for name, values in many.labels.items()}
     assert_equal(few, many)
 
@@ -104,7 +103,7 @@ def test_another_seed_gives_other_scenes() -> None:
 def test_images_can_be_read_by_number() -> None:
     made = Scenes(13, size=24)
     assert len(made) == 13
-    assert made.images.shape == (13, 24, 24, 3)
+    assert made.pixels.shape == (13, 24, 24, 3)
     image = made.read(12)
     assert image.dtype == np.uint8
     assert image.shape == (24, 24, 3)
@@ -137,13 +136,13 @@ def test_labels_say_what_is_in_the_scene() -> None:
 def test_a_depth_on_a_threshold_belongs_to_the_nearer_class(k: int) -> None:
     limit = [8.0, 8.5, 9.0, 9.5, 10.0][k]
     level = replace(scene_of(body_at(0.0, limit), body_at(3.0, 20.0)), tilt=0.0)  # depth = y
-    assert classes(level)["distance"] == k
+    assert labels_of(level)["distance"] == k
     beyond = replace(level, bodies=(body_at(0.0, math.nextafter(limit, 11.0)),))
-    assert classes(beyond)["distance"] == k + 1
+    assert labels_of(beyond)["distance"] == k + 1
 
 
 def test_classes_are_balanced() -> None:
-    made = [classes(sample(5, i)) for i in range(4000)]
+    made = [labels_of(sample(5, i)) for i in range(4000)]
     for name, total in LABELS.items():
         share = np.bincount([c[name] for c in made], minlength=total) / len(made)
         assert len(share) == total
@@ -155,7 +154,7 @@ def test_classes_are_balanced() -> None:
 
 
 def test_count_and_distance_are_not_tied() -> None:
-    made = [classes(sample(6, i)) for i in range(2000)]
+    made = [labels_of(sample(6, i)) for i in range(2000)]
     count, distance = ([c[name] for c in made] for name in ("count", "distance"))
     assert abs(np.corrcoef(count, distance)[0, 1]) < 0.1
 
@@ -174,7 +173,7 @@ def test_bodies_never_touch() -> None:
 
 
 def test_there_is_a_place_for_ten_even_if_no_try_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenes, "TRIES", 0)
+    monkeypatch.setattr("stopmim.data.scene.TRIES", 0)
     made = [sample(0, i) for i in range(50)]
     assert max(len(scene.bodies) for scene in made) == 10
     assert min(min(gaps(scene)) for scene in made) > 0.1

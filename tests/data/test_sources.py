@@ -1,4 +1,4 @@
-"""What is typed, what is found, and which label an image gets: every source in its real format."""
+"""Every source in its real format: how it is recognised, and its images, labels and splits."""
 
 import hashlib
 import io
@@ -167,7 +167,7 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("/etc/x.png\n", "not a path below"),
         ("a/1.png\na/2\n", "a/2: neither an image file nor"),
         ("\n\n", "an empty list"),
-        ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would wait for ever
+        ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would block forever
         ("n01440764_1.JPEG\n", r"first n01440764/n01440764_1\.JPEG"),
     ],
 )
@@ -526,7 +526,7 @@ def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interrupti
     ("source", "said"),
     [
         ("{}/nothing", "no such folder or file"),
-        ("{}/file.xyz", "not a source of images; looked for a folder, .tar, .parquet, .npz"),
+        ("{}/file.xyz", "not a source of images; looked for a folder or .parquet, .tar, .npz"),
         ("{}", "no images in this folder"),
         ("cifar100:{}", "not CIFAR-100; looked for train.bin"),
         ("tar:{}", "no file that ends in .tar"),
@@ -570,4 +570,4 @@ def test_pixels_of_arrays_are_shared_and_not_copied_when_read(tmp_path: Path) ->
     (tmp_path / "a.npz").write_bytes(out.getvalue())
     images = open_images(tmp_path / "a.npz")
     assert isinstance(images, Arrays)
-    assert np.shares_memory(images.read(2), images.images)
+    assert np.shares_memory(images.read(2), images.pixels)

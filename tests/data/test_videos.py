@@ -1,4 +1,4 @@
-"""Videos: the drawn ones are exact and the same everywhere, DAVIS is read as it is published."""
+"""Rendered videos are exact and equal on every machine; DAVIS is read as published."""
 
 import hashlib
 import time
@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.sources import scenes
-from stopmim.data.sources.scenes import FOOT
+from stopmim.data.render import render
+from stopmim.data.scene import FOOT
+from stopmim.data.scene import sample as sample_scene
 from stopmim.data.videos import (
     LENGTH,
     PALETTE,
@@ -56,7 +57,7 @@ def test_objects_are_numbered_from_one_in_the_first_frame_and_keep_their_number(
         assert len(first) > 1
         for i in range(1, len(video)):
             assert set(np.unique(video.mask(i))) <= set(first)
-            # What moves by a pixel or two a frame overlaps with itself, not with another.
+            # An object that moves a pixel or two per frame overlaps with itself, not with another.
             before, now = video.mask(i - 1), video.mask(i)
             for k in first[1:]:
                 if (now == k).sum() > 30 and (before == k).sum() > 30:
@@ -72,11 +73,11 @@ def test_a_body_hardly_seen_at_first_is_no_object_and_leaves_no_gap() -> None:
         video.scenes[i] = replace(scene, bodies=(near, second, *rest))
     assert len(video.scenes[0].bodies) == 4
     for i in (0, 9):
-        ids = scenes.render(video.scenes[i], 64)[1]
+        ids = render(video.scenes[i], 64)[1]
         for body, number in ((1, 1), (3, 2), (4, 3)):
             assert np.array_equal(video.mask(i) == number, ids == body)
         assert video.mask(i).max() == 3
-    assert (scenes.render(video.scenes[9], 64)[1] == 2).sum() > 20
+    assert (render(video.scenes[9], 64)[1] == 2).sum() > 20
 
 
 def test_every_object_moves_and_no_two_ever_touch() -> None:
@@ -94,9 +95,7 @@ def test_every_object_moves_and_no_two_ever_touch() -> None:
 
 def test_videos_differ_by_seed_and_by_number_and_show_no_scene_of_the_images() -> None:
     pictures = [SceneVideo(s, i, 32).frame(0).tobytes() for s in (0, 1) for i in (0, 1)]
-    pictures += [
-        scenes.render(scenes.sample(s, i), 32)[0].tobytes() for s in (0, 1) for i in (0, 1)
-    ]
+    pictures += [render(sample_scene(s, i), 32)[0].tobytes() for s in (0, 1) for i in (0, 1)]
     assert len(set(pictures)) == 8
     assert sample(0, 0)[:5] == sample(0, 0, length=5)
 

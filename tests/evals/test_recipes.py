@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_transforms import FILTERS, difference, photo
+from test_crops import FILTERS, difference, photo
 
 from stopmim.data.crops import Mode, resized
 from stopmim.evals.views import CIFAR100_BASE, FINETUNE, LOWSHOT, MAE_PROBE, TrainView, View, probe

@@ -29,7 +29,7 @@ from stopmim.cli import main
 from stopmim.data.index_cache import folder
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Some
+from stopmim.data.subset import Subset
 from stopmim.evals import cache, table
 from stopmim.evals.compare import Comparison, bootstrap, compare, mcnemar
 from stopmim.evals.features import frozen
@@ -163,9 +163,9 @@ def test_files_overwritten_by_others_of_their_size_are_asked_again(
     first, second = Coloured(40, spread=90), Coloured(40, seed=1, spread=90)
     source = overwrite(kind, tmp_path / "images", first)
 
-    def opened() -> Some:
-        """Some of some, without two images."""
-        return Some(Some(open_images(source), range(39)), range(38))
+    def opened() -> Subset:
+        """A subset of a subset, without two images."""
+        return Subset(Subset(open_images(source), range(39)), range(38))
 
     options, test = Options(few=5, protocols=("knn",)), Coloured(20, seed=2)
     before, known = opened(), Planted()
@@ -412,7 +412,7 @@ def test_the_released_reading_standardises_test_features_among_themselves() -> N
 def test_test_classes_go_by_name_and_not_by_number() -> None:
     train, test = Coloured(8), Coloured(8, seed=1)
     train.classes, test.classes = ["a", "b", "c", "d"], ["b", "c", "d", "e"]  # type: ignore[attr-defined]
-    for part in (train, Some(train, range(4))):
+    for part in (train, Subset(train, range(4))):
         _, test_y = paired_labels(part, test, "class")
         assert test_y.tolist() == (test.labels["class"] + 1).tolist()
     options = Options(protocols=("knn",))

@@ -15,7 +15,7 @@ from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Some
+from stopmim.data.subset import Subset
 from stopmim.insight import analyse as analysis
 from stopmim.insight.analyse import What, analyse
 from stopmim.insight.figures import collapse, masks, norms, pca, prediction, smoothing, uncertainty
@@ -214,6 +214,6 @@ def test_images_that_the_run_left_out_are_not_shown(tmp_path: Path) -> None:
     skip = tmp_path / "skip.jsonl"
     skip.write_text("".join(json.dumps({"name": images.name(i)}) + "\n" for i in range(16)))
     run = pretrain(IMAGES, tmp_path / "run", tiny(data={"skip": str(skip)}), stop_at=1)
-    kept = load(run.path, Some(images, range(16, 32)), 4)
+    kept = load(run.path, Subset(images, range(16, 32)), 4)
     for ours, theirs in zip(load(run.path, None, 4).views, kept.views, strict=True):
         np.testing.assert_array_equal(ours.image, theirs.image)

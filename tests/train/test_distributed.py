@@ -22,7 +22,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
 from stopmim.config.schema import Config, override
 from stopmim.data.loading import loader
-from stopmim.data.order import Order, shares
+from stopmim.data.order import batch_keys, shares
 from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.masks import MultiBlock
@@ -170,7 +170,7 @@ def note_draws(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 
 def order_of(config: Config, first: int, rank: int, world: int) -> list[list[tuple[int, int]]]:
     cut = shares(config.optim.batch_size, config.runtime.accumulate, rank, world)
-    return list(Order(NoiseImages(40), config, first, shares=cut, steps_per_epoch=5))
+    return list(batch_keys(NoiseImages(40), config, first, shares=cut, steps_per_epoch=5))
 
 
 def draws_of(config: Config, step: int) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
-from stopmim.data.check import look_at
+from stopmim.data.check import inspect_images
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
-from stopmim.data.stamps import of_files
+from stopmim.data.stamps import stamp_files
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels
@@ -111,7 +111,7 @@ def _about_videos(source: str, video_size: int | None) -> Question:
     content: list[object] = [RENDERER]
     if isinstance(videos, Davis):
         names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
-        content = [videos.year, names, of_files(videos.files())]
+        content = [videos.year, names, stamp_files(videos.files())]
     request = {"videos": source, "video_size": video_size}
     return Question(("tracking",), request, content=cache.key(*content))
 
@@ -135,7 +135,7 @@ def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
     bad = [
         f"{images.name(i)}: {look.reason}"
         for images in (parts if total <= MAX_CHECKED else ())
-        for i, look in enumerate(look_at(images, range(len(images))))
+        for i, look in enumerate(inspect_images(images, range(len(images))))
         if look.reason is not None
     ]
     if bad:

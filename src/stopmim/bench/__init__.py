@@ -1,1 +1,1 @@
-"""What is fast and what is not, measured on the machine at hand."""
+"""Benchmarks of training steps, loading and evaluation on this machine."""

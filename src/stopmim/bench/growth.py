@@ -1,4 +1,4 @@
-"""How the time of a step grows with batch, tokens, target blocks, depth and image size."""
+"""Benchmarks how step time grows with batch, tokens, target blocks, depth and image size."""
 
 import gc
 import importlib.util
@@ -17,7 +17,7 @@ from stopmim.method.build import configure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What is varied, and the values it takes. Everything else is that of `vit_s16`, batch 128.
+# Config keys and their values. Everything else is as in `vit_s16`, batch 128.
 GROWTH: dict[str, list[Any]] = {
     "optim.batch_size": [64, 128, 256, 512],
     "masking.context_length": [28, 55, 82],
@@ -28,12 +28,12 @@ GROWTH: dict[str, list[Any]] = {
 
 
 def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
-    """Times steps that differ in one thing from a usual one; JSON lines.
+    """Times steps that differ from a baseline in one key; returns JSON lines.
 
-    With `out`, and matplotlib, there is a figure of it too.
+    With `out`, and matplotlib installed, also draws a figure.
     """
     own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
-    known: dict[str, dict[str, Any]] = {}  # the usual step is in every series, and measured once
+    known: dict[str, dict[str, Any]] = {}  # the baseline is in every series, but measured once
     lines = []
     for key, values in GROWTH.items():
         for value in values:
@@ -56,13 +56,13 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     line = facts(config) | spread(times, config.optim.batch_size)
     line |= {"peak_memory_mib": step.memory, **step.tokens, **circumstances(config)}
     del step
-    torch._dynamo.reset()  # it compiles one function only so often
+    torch._dynamo.reset()  # it limits the recompilations of one function
     gc.collect()
     return line
 
 
 def draw_growth(lines: Sequence[dict[str, Any]]) -> "Figure":
-    """The figure of `bench_growth`: one small plot for each thing that was varied."""
+    """Draws the lines of `bench_growth`: one small plot per varied key."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(line["varied"] for line in lines))

@@ -1,9 +1,9 @@
-"""How fast images come from disk, against the usual pipeline, measured so that it can be believed.
+"""Benchmarks reading images against the usual pipeline, and opening a source.
 
-Everything is timed in turn within one run, on photograph-like JPEGs made for the purpose, and told
-as a ratio: a ratio is free of what the machine does to both. "Usual" is what torchvision users
-have: Pillow decodes, crops, resizes and flips, then a float tensor is normalised and batched in the
-worker. Ours ends where a worker ends too, with a uint8 batch: normalisation is the GPU's work.
+All variants take turns within one run, on generated photograph-like JPEGs, and are compared by
+ratios, which cancel the load of the machine. "Usual" is the pipeline of torchvision: Pillow
+decodes, crops, resizes and flips, and the worker normalises and batches a float tensor. Ours also
+ends with the batch of a worker, as uint8: the GPU normalises.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,15 @@ from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import cores
 
-FILES, BATCH, SIZE, SCALE = 200, 40, 224, (0.3, 1.0)
+FILES, BATCH, SIZE, SCALE, EPOCHS = 200, 40, 224, (0.3, 1.0), 4
 INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
+
+Lines = list[dict[str, Any]]
+Times = dict[str, list[float]]  # name of a variant -> seconds of each round
 
 
 def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
-    """Times reading and cropping; JSON lines, the last ones with the ratios."""
+    """Times reading and cropping; returns JSON lines, with the ratios last."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,26 +56,25 @@ def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
 
 
 def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
-    """Times what comes before the first image: the index of a folder, and rendered scenes."""
+    """Times the work before the first image: indexing a folder, and rendering scenes."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "images"
         for i in range(100):
             (root / f"{i:02}").mkdir(parents=True)
         for i in range(INDEXED):
             (root / f"{i % 100:02}" / f"{i}.jpg").touch()
-        time.sleep(SETTLED_NS / 1e9)  # no index is kept of a folder that may still be changing
-        with _cache_at(""):
-            anew = _in_turn({"anew": lambda: open_images(root)}, rounds)["anew"]
-        with _cache_at(str(Path(folder) / "cache")):
-            kept = _in_turn({"kept": lambda: open_images(root)}, rounds)["kept"]
-    rendered = _in_turn({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
-    about = {"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}
-    seconds = [
-        {"bench": f"{INDEXED} files, {what}", "seconds": round(statistics.median(times), 2)}
-        | {"min": round(min(times), 2), "max": round(max(times), 2)}
-        for what, times in (("anew", anew), ("kept", kept))
+        time.sleep(SETTLED_NS / 1e9)  # a folder that may still be changing is not cached
+        times: Times = {}
+        for name, cache in (("anew", ""), ("kept", str(Path(folder) / "cache"))):
+            with _cache_at(cache):
+                times |= _take_turns({name: lambda: open_images(root)}, rounds)
+    rendered = _take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
+    lines: Lines = [{"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}]
+    lines += [
+        {"bench": f"{INDEXED} files, {name}"} | _summary("seconds", seconds, 2)
+        for name, seconds in times.items()
     ]
-    return written([about, *seconds, _line("scenes of 64 px", rendered, RENDERED)], out, "index")
+    return written([*lines, _rate("scenes of 64 px", rendered, RENDERED)], out, "index")
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ def _cache_at(place: str) -> Iterator[None]:
             os.environ["STOPMIM_CACHE"] = before
 
 
-def _measure(root: Path, rounds: int) -> list[dict[str, Any]]:
+def _measure(root: Path, rounds: int) -> Lines:
     files = write_photos(root / "photos", FILES)
     write_tar(root / "photos.tar", root / "photos")
     data = [path.read_bytes() for path in files]
@@ -96,38 +99,32 @@ def _measure(root: Path, rounds: int) -> list[dict[str, Any]]:
     }
     if find_spec("simplejpeg"):
         pipelines["simplejpeg"] = lambda: _ours(data, fast=True)
-    rates = _in_turn(pipelines, rounds, time.process_time)
     about = {
         "bench": "loader",
         "files": FILES,
         "kilobytes": round(sum(map(len, data)) / FILES / 1e3, 1),
         "cores": cores(),
         "pillow": PIL.__version__,
-        **machine(torch.device("cpu")),
     }
-    lines = [about]
-    lines += [_line(f"one thread, {name}", rate) for name, rate in rates.items()]
-    lines += [
-        _ratio(f"{name} / usual", rates[name], rates["usual"]) for name in rates if name != "usual"
-    ]
-    photos = open_images(root / "photos")
-    through = {n: (lambda n=n: _through_loader(photos, n)) for n in (1, 2)}
-    rates = _in_turn({f"workers {n}": run for n, run in through.items()}, rounds)
-    lines += [_line(f"loader, {name}", rate) for name, rate in rates.items()]
-    lines.append(_ratio("two workers / one", rates["workers 2"], rates["workers 1"]))
-    tar = open_images(root / "photos.tar")
-    rates = _in_turn(
-        {"tar": lambda: _through_loader(tar, 1), "folder": lambda: _through_loader(photos, 1)},
-        rounds,
-    )
-    return [*lines, _ratio("tar / folder", rates["tar"], rates["folder"])]
+    lines: Lines = [about | machine(torch.device("cpu"))]
+    # The clock of this thread's own work is less disturbed by other processes.
+    times = _take_turns(pipelines, rounds, time.process_time)
+    lines += [_rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items()]
+    lines += [_ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:]]
+    photos, tar = open_images(root / "photos"), open_images(root / "photos.tar")
+    times = _take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
+    lines += [_rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
+    lines.append(_ratio("two workers / one", times["workers 2"], times["workers 1"]))
+    both = {"tar": partial(_load, tar, 1), "folder": partial(_load, photos, 1)}
+    times = _take_turns(both, rounds)
+    return [*lines, _ratio("tar / folder", times["tar"], times["folder"])]
 
 
-# ------------------------------------------------------------------------------ what is timed
+# ------------------------------------------------------------------------------ timed variants
 
 
 def _usual(files: list[bytes]) -> None:
-    """Step for step what torchvision's transforms do to a Pillow image."""
+    """Does step by step what torchvision's transforms do to a Pillow image."""
     rng = np.random.default_rng(0)
     for start in range(0, FILES, BATCH):
         batch = []
@@ -158,25 +155,22 @@ def _ours(files: list[bytes], *, fast: bool) -> None:
         torch.stack(batch).permute(0, 3, 1, 2)
 
 
-def _through_loader(images: Images, workers: int) -> None:
-    """Four epochs through the real loader, so that starting the workers is a small part."""
-    optim = OptimConfig(epochs=4, batch_size=BATCH, warmup_epochs=0)
+def _load(images: Images, workers: int) -> None:
+    """Reads several epochs through the real loader, to amortise the start of the workers."""
+    optim = OptimConfig(epochs=EPOCHS, batch_size=BATCH, warmup_epochs=0)
     config = Config(optim=optim, runtime=RuntimeConfig(workers=workers))
     for _ in loader(images, config, 0, device=torch.device("cpu")):
         pass
 
 
-def _in_turn(
-    runs: dict[str, Callable[[], object]],
+def _take_turns(
+    runs: Mapping[str, Callable[[], object]],
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of each run in each round; the first round, which warms up, is not counted.
-
-    For a single thread the clock is that of its own work, which others on the machine disturb less.
-    """
+) -> Times:
+    """Seconds of each run in each round, after a warm-up round."""
     say(f"{rounds} rounds of {', '.join(runs)}")
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: Times = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
             begin = clock()
@@ -186,34 +180,27 @@ def _in_turn(
     return times
 
 
-def _line(what: str, seconds: list[float], images: int | None = None) -> dict[str, Any]:
-    images = images or FILES * (4 if what.startswith("loader") else 1)
-    rates = sorted(images / s for s in seconds)
-    return {
-        "bench": what,
-        "images_per_s": round(statistics.median(rates), 1),
-        "min": round(rates[0], 1),
-        "max": round(rates[-1], 1),
-    }
+def _rate(name: str, seconds: list[float], images: int) -> dict[str, Any]:
+    return {"bench": name} | _summary("images_per_s", [images / s for s in seconds], 1)
 
 
-def _ratio(what: str, ours: list[float], others: list[float]) -> dict[str, Any]:
-    """How many times as fast: the ratio of the medians, and the median of the rounds' ratios."""
-    ratios = sorted(b / a for a, b in zip(ours, others, strict=True))
-    return {
-        "bench": what,
-        "speed": round(statistics.median(others) / statistics.median(ours), 3),
-        "paired": round(statistics.median(ratios), 3),
-        "min": round(ratios[0], 3),
-        "max": round(ratios[-1], 3),
-    }
+def _ratio(name: str, ours: list[float], others: list[float]) -> dict[str, Any]:
+    """Speed relative to `others`: ratio of the medians, and median of the per-round ratios."""
+    speed = round(statistics.median(others) / statistics.median(ours), 3)
+    ratios = [b / a for a, b in zip(ours, others, strict=True)]
+    return {"bench": name, "speed": speed} | _summary("paired", ratios, 3)
+
+
+def _summary(name: str, values: list[float], digits: int) -> dict[str, float]:
+    found = {name: statistics.median(values), "min": min(values), "max": max(values)}
+    return {key: round(value, digits) for key, value in found.items()}
 
 
 # ------------------------------------------------------------------------------ the images
 
 
 def write_photos(folder: Path, count: int) -> list[Path]:
-    """JPEGs of 500x375 pixels and about 105 KB, with detail at every scale, as photographs have."""
+    """Writes JPEGs of 500x375 pixels and about 105 KB, with detail at every scale, like photos."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     paths = []
@@ -225,9 +212,8 @@ def write_photos(folder: Path, count: int) -> list[Path]:
             weight = 60 / width**0.27
             for c in range(3):
                 layer = Image.fromarray(grain[:, :, c].astype(np.float32))
-                image[:, :, c] += weight * np.asarray(
-                    layer.resize((500, 375), Image.Resampling.BICUBIC)
-                )
+                layer = layer.resize((500, 375), Image.Resampling.BICUBIC)
+                image[:, :, c] += weight * np.asarray(layer)
         paths.append(folder / f"{i:04}.jpg")
         Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(paths[-1], quality=90)
     return paths

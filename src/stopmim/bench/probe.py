@@ -1,4 +1,4 @@
-"""How long classifiers on frozen features take: the exact low-shot one, and a grid of heads.
+"""Benchmarks classifiers on frozen features: exact low-shot regression, and a grid of heads.
 
 scikit-learn solves the same low-shot problem in the same run.
 """
@@ -23,10 +23,10 @@ from stopmim.evals.recipes import Recipe
 
 T = TypeVar("T")
 
-GOAL = 1e-6  # of the objective, relatively
-ITERATIONS = (25, 100, 400, 1600, 6400, 25600)  # of scikit-learn, until it gets there
-PATIENCE = 4  # it is stopped when it has taken that many times as long as we
-# The schedule of ImageNet, twelve heads.
+GOAL = 1e-6  # relative gap of the objective to its minimum
+ITERATIONS = (25, 100, 400, 1600, 6400, 25600)  # of scikit-learn, until it reaches the goal
+PATIENCE = 4  # scikit-learn is stopped after this many times our seconds
+# Twelve heads with the schedule of ImageNet.
 GRID = Recipe(
     28, milestones=(8, 16, 24), norms=("none",), lr_factors=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
     weight_decays=(5e-4, 0.0),
@@ -41,14 +41,14 @@ def bench_probe(
     samples: int | None = None,
     out: Path | None = None,
 ) -> str:
-    """Seconds for each, as JSON lines.
+    """Times both; returns JSON lines.
 
     Args:
         n: samples of the low-shot problem (n, d); the paper's is 12,811 x 768 with 1,000 classes.
         samples: of the heads; default: 100,000 x 768 with 1,000 classes on a GPU, else n x d.
         out: a folder for a dated Markdown file with the lines.
     """
-    lines = [*low_shot(n, d, classes)]
+    lines = low_shot(n, d, classes)
     if torch.cuda.is_available():
         lines += heads(samples or 100_000, 768, 1000, torch.device("cuda"))
     else:
@@ -57,10 +57,10 @@ def bench_probe(
 
 
 def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
-    """Seconds until the objective is 1e-6 above its least value: ours, theirs, and their ratio.
+    """Seconds until the objective is 1e-6 above its minimum: ours, scikit-learn's, their ratio.
 
-    scikit-learn is charged for its quickest fit that gets there. Where none does in four times our
-    seconds, its `gap` says how far it came, and the ratio is at least what it says.
+    scikit-learn counts with its shortest fit that reaches the goal. If none does within four times
+    our seconds, its `gap` tells how far it came, and the ratio is a lower bound.
     """
     try:
         from sklearn.linear_model import LogisticRegression
@@ -76,7 +76,7 @@ def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
     for steps in ITERATIONS:
         theirs = LogisticRegression(C=1 / LAMBDA, fit_intercept=False, tol=1e-12, max_iter=steps)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it has not converged
+            warnings.simplefilter("ignore")  # about missing convergence
             seconds, fitted = _timed(partial(theirs.fit, x.numpy(), y.numpy()))
         gap = objective(torch.from_numpy(fitted.coef_), x, y, l2) / least - 1
         if gap <= GOAL or seconds > PATIENCE * ours:
@@ -87,7 +87,7 @@ def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
 
 
 def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, Any]]:
-    """Twelve heads in 28 epochs; on a GPU also in float32, to see that TF32 changes nothing."""
+    """Trains twelve heads for 28 epochs; on a GPU also in float32, to compare with TF32."""
     x, y = problem(n + n // 10, d, classes)
     x = x.half()
     train, test = x[:n].to(device), x[n:].to(device)
@@ -100,25 +100,14 @@ def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, 
             )
         )  # fmt: skip
         accuracy = found.correct[-1].double() / len(test)
-        lines.append(
-            {
-                "bench": "heads",
-                "heads": 12,
-                "epochs": GRID.epochs,
-                "tf32": tf32,
-                "seconds": round(seconds, 3),
-                "accuracy": [round(a, 4) for a in accuracy.tolist()],
-                "n": n,
-                "d": d,
-                "classes": classes,
-                **machine(device),
-            }
-        )
+        line = {"bench": "heads", "heads": 12, "epochs": GRID.epochs, "tf32": tf32}
+        line |= {"seconds": round(seconds, 3), "accuracy": [round(a, 4) for a in accuracy.tolist()]}
+        lines.append(line | {"n": n, "d": d, "classes": classes, **machine(device)})
     return lines
 
 
 def problem(n: int, d: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Standardised features like an encoder's: classes overlap, and few directions hold most."""
+    """Standardised features like an encoder's: overlapping classes, variance in few directions."""
     generator = torch_generator("bench probe", n, d, classes)
     y = torch.arange(n) % classes
     means = torch.randn(classes, d, generator=generator)
@@ -140,9 +129,5 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def _line(solver: str, seconds: float, gap: float) -> dict[str, Any]:
-    return {
-        "bench": "probe",
-        "solver": solver,
-        "seconds": round(seconds, 3),
-        "gap": float(f"{gap:.1e}"),
-    }
+    gap = float(f"{gap:.1e}")
+    return {"bench": "probe", "solver": solver, "seconds": round(seconds, 3), "gap": gap}

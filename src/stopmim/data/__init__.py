@@ -1,4 +1,4 @@
-"""From a source of images to batches: sources, decoding, crops, order, worker processes."""
+"""Sources of images, and their way to batches: decoding, crops, order, worker processes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Looks at every image of a data set before hours are spent on it, and says what it found."""
+"""Reads every image of a data set before hours are spent on training, and reports problems."""
 
 import hashlib
 import re
@@ -18,54 +18,56 @@ from stopmim.base.console import Ticker, duration
 from stopmim.base.errors import DataError, UserError
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config
-from stopmim.data.decode import BadImageError, kind, noticed
+from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.images import Images
 from stopmim.data.loading import default_workers
-from stopmim.data.skip import both_without_skipped, try_list, without_skipped, write_list
-from stopmim.data.sources.folder import printable
+from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.paths import printable
 from stopmim.data.workers import Watched, batches
 from stopmim.method.build import configure
 
 SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
-CHUNK = 32  # images that a worker reports on at a time
+CHUNK = 32  # images per answer of a worker
 IMAGENET = 1_281_167  # images that the costs of the presets are for
-FEW_UPDATES = 1000  # after so many the runs of docs/results.md had not learned what k-NN can use
+FEW_UPDATES = 1000  # runs of docs/results.md this short had not learned what k-NN can use
 
 _COST = re.compile(r"Cost: (?:about |more than )?(\d+) hours")
 
+Row = tuple[str, str]  # left and right column of the report
 
-class Look(NamedTuple):
-    """What one image turned out to be."""
+
+class ImageFacts(NamedTuple):
+    """Result of reading one image."""
 
     reason: str | None  # why it cannot be used
     height: int = 0
     width: int = 0
     kind: str = ""  # "JPEG RGB", ...
-    digest: bytes = b""  # of the file, or of the pixels where there is no file
+    digest: bytes = b""  # of the file, or of the pixels if there is no file
 
 
-class Looks(Dataset[Look]):
+class Inspector(Dataset[ImageFacts]):
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
 
-    def __getitem__(self, number: int) -> Look:
-        with noticed() as files:
+    def __getitem__(self, number: int) -> ImageFacts:
+        with collect_files() as files:
             try:
                 pixels = self.watched.read(number)
             except BadImageError as error:
-                return Look(str(error))
+                return ImageFacts(str(error))
         data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
-        digest = hashlib.sha256(data).digest()
         height, width = pixels.shape[:2]
-        return Look(None, height, width, kind(data) if files else "pixels", digest)
+        kind = format_of(data) if files else "pixels"
+        return ImageFacts(None, height, width, kind, hashlib.sha256(data).digest())
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found; `text` is for people, `problem` is None for images that can be used."""
+    """Findings of `check`; `text` is for people, `problem` is None if the images are usable."""
 
     source: str
     preset: str
@@ -77,13 +79,13 @@ class Report:
     sides: list[int] = field(default_factory=list)  # shorter side of every readable image
     kinds: Counter[str] = field(default_factory=Counter)
     copies: list[list[str]] = field(default_factory=list)  # names of equal images
-    classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images of each class
-    test: "Report | None" = None  # of the images to test on, if there are any
-    refused: str | None = None  # why there are some that cannot be used at all
+    classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images per class
+    test: "Report | None" = None  # of the test split, if there is one
+    refused: str | None = None  # why a test split cannot be opened
 
     @property
     def problem(self) -> str | None:
-        """Why these images cannot be trained on, or evaluated on, as they are."""
+        """Why these images cannot be used for training or evaluation as they are."""
         return self._unreadable or self.refused or (self.test.problem if self.test else None)
 
     @property
@@ -94,7 +96,7 @@ class Report:
         if share > limit:
             return (
                 f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
-                f"than the share of {limit:g} that data.max_bad allows; mend or remove them, or "
+                f"than the share of {limit:g} that data.max_bad allows; fix or remove them, or "
                 f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE "
                 f"and eval --skip FILE"
             )
@@ -113,51 +115,51 @@ class Report:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
         if self.bad or (self.test and self.test.bad):
             return (
-                "usable: training replaces broken images by others, drawn by the seed; "
-                "an evaluation has to be told to leave them out, by eval --skip FILE"
+                "usable: training replaces broken images by others, chosen by the seed; "
+                "evaluation needs eval --skip FILE to leave them out"
             )
-        return "usable" if self.scanned == self.images else "usable, as far as looked"
+        return "usable" if self.scanned == self.images else "usable, as far as scanned"
 
     def text(self) -> str:
-        """For a terminal of 80 columns."""
-        of = "" if self.scanned == self.images else f" of {self.images:,}"
-        rows = [("", f"{self.scanned:,}{of} images scanned in {duration(self.seconds)}")]
-        rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.classes.items()]
+        """Formats the report for a terminal of 80 columns."""
+        rows = [("", f"{self._count} in {duration(self.seconds)}"), *self._labels]
         if self.sides:
-            small = sum(side < self.config.image_size for side in self.sides)
+            size = self.config.image_size
             low, middle, high = min(self.sides), statistics.median(self.sides), max(self.sides)
-            rows += [
-                ("size", f"shorter side {low:,} to {high:,} px, median {middle:,.0f}"),
-                ("", f"{small / len(self.sides):.1%} below the {self.config.image_size} px of "
-                     f"{self.preset}"),
-            ]  # fmt: skip
+            rows += [("size", f"shorter side {low:,} to {high:,} px, median {middle:,.0f}")]
+            small = sum(side < size for side in self.sides) / len(self.sides)
+            rows += [("", f"{small:.1%} below the {size} px of {self.preset}")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
         rows += [("kinds", kinds or "none")]
         extra = sum(len(group) - 1 for group in self.copies)
         rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
-        rows += self._broken()
-        rows += [("test part", self.refused)] if self.refused else []
+        rows += self._broken
+        if self.refused:
+            rows += [("test part", self.refused)]
         if self.test:
-            of = "" if self.test.scanned == self.test.images else f" of {self.test.images:,}"
-            rows += [("test part", f"{self.test.scanned:,}{of} images scanned")]
-            rows += [("labels", f"{label}: {_spread(n)}") for label, n in self.test.classes.items()]
-            rows += self.test._broken()
-        rows += [("training", self._training())]
-        rows += [("verdict", self.verdict)]
+            rows += [("test part", self.test._count), *self.test._labels, *self.test._broken]
+        rows += [("training", self._training()), ("verdict", self.verdict)]
+        wrap = textwrap.TextWrapper(
+            WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+        )
         lines = [self.source]
         for name, text in rows:
-            lines += textwrap.wrap(
-                text,
-                WIDTH,
-                initial_indent=f"  {name:10}",
-                subsequent_indent=" " * 12,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            wrap.initial_indent = f"  {name:10}"
+            lines += wrap.wrap(text)
         return "\n".join(lines)
 
-    def _broken(self) -> list[tuple[str, str]]:
+    @property
+    def _count(self) -> str:
+        of = "" if self.scanned == self.images else f" of {self.images:,}"
+        return f"{self.scanned:,}{of} images scanned"
+
+    @property
+    def _labels(self) -> list[Row]:
+        return [("labels", f"{label}: {_class_sizes(n)}") for label, n in self.classes.items()]
+
+    @property
+    def _broken(self) -> list[Row]:
         rows = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
         rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
@@ -189,26 +191,24 @@ def check(
     fix_list: Path | None = None,
     limit: int | None = None,
 ) -> Report:
-    """Reads the images of `data` as a run would, with as many processes as there are cores.
-
-    Those of its test part too, if it has one.
+    """Reads the images of `data`, and of its test split, as a run would, on all cores.
 
     Args:
-        preset: what the images are meant for: sizes and costs are told in its terms.
+        preset: the planned training; sizes and costs are compared with it.
         changes: config keys that differ from the preset.
         fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
-        limit: look at this many images of each part, evenly spread over it.
+        limit: number of images to read of each split, evenly spaced.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit}: at least one image has to be looked at")
+        raise UserError(f"--limit {limit}: at least one image has to be scanned")
     if fix_list is not None:
-        try_list(fix_list)  # before minutes are spent
+        check_writable(fix_list)  # before minutes are spent
     config = configure(preset, changes)
     skip = config.data.skip
     if fix_list is not None and skip is not None and fix_list.resolve() == Path(skip).resolve():
         raise UserError(
-            f"--fix-list {fix_list}: data.skip reads this list, and what it has would be lost; "
-            f"name another file"
+            f"--fix-list {fix_list}: data.skip reads this list, which would be overwritten; name "
+            f"another file"
         )
     images, test, refused = open_images(data), None, None
     try:
@@ -216,9 +216,9 @@ def check(
     except DataError as error:
         refused = str(error)
     if test is None:
-        images = without_skipped(images, config.data.skip)
+        images = without_skipped(images, skip)
     else:
-        images, test = both_without_skipped(images, test, config.data.skip)
+        images, test = both_without_skipped(images, test, skip)
     name = printable(str(data)) if isinstance(data, str | Path) else "images"
     report = replace(_report(name, preset, config, images, limit), refused=refused)
     if test is not None:
@@ -232,12 +232,13 @@ def check(
 def _report(source: str, preset: str, config: Config, images: Images, limit: int | None) -> Report:
     count = min(limit or len(images), len(images))
     numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
-    begin = time.monotonic()
-    looks = look_at(images, numbers, config.runtime.workers, config.runtime.worker_timeout)
-    good = [(i, look) for i, look in zip(numbers, looks, strict=True) if look.reason is None]
+    begin, runtime = time.monotonic(), config.runtime
+    found = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
+    pairs = list(zip(numbers, found, strict=True))
+    good = [(i, facts) for i, facts in pairs if facts.reason is None]
     by_digest: dict[bytes, list[int]] = {}
-    for i, found in good:
-        by_digest.setdefault(found.digest, []).append(i)
+    for i, facts in good:
+        by_digest.setdefault(facts.digest, []).append(i)
     return Report(
         source=source,
         preset=str(preset),
@@ -245,15 +246,11 @@ def _report(source: str, preset: str, config: Config, images: Images, limit: int
         images=len(images),
         seconds=time.monotonic() - begin,
         scanned=count,
-        bad=[
-            (images.name(i), look.reason)
-            for i, look in zip(numbers, looks, strict=True)
-            if look.reason is not None
-        ],
-        sides=[min(look.height, look.width) for _, look in good],
-        kinds=Counter(look.kind for _, look in good),
+        bad=[(images.name(i), facts.reason) for i, facts in pairs if facts.reason is not None],
+        sides=[min(facts.height, facts.width) for _, facts in good],
+        kinds=Counter(facts.kind for _, facts in good),
         copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
-        # Not bincount: a label may be any number, as -1 or the id of an image.
+        # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={
             name: np.unique(label, return_counts=True)[1].tolist()
             for name, label in images.labels.items()
@@ -261,22 +258,22 @@ def _report(source: str, preset: str, config: Config, images: Images, limit: int
     )
 
 
-def look_at(
+def inspect_images(
     images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
-) -> list[Look]:
-    """What the images with these numbers are, read by `workers` processes; None: one per core."""
+) -> list[ImageFacts]:
+    """Facts about these images, read by `workers` processes; None: one per core."""
     watched = Watched(images, default_workers(images) if workers is None else workers, timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
-    looks: list[Look] = []
+    found: list[ImageFacts] = []
     begin = time.monotonic()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(Looks(watched), chunks, list, watched):
-            looks += found
-            rate = len(looks) / (time.monotonic() - begin)
-            ticker.update(len(looks), f"{rate:.0f} images/s")
-    return looks
+        for facts in batches(Inspector(watched), chunks, list, watched):
+            found += facts
+            rate = len(found) / (time.monotonic() - begin)
+            ticker.update(len(found), f"{rate:.0f} images/s")
+    return found
 
 
-def _spread(counts: list[int]) -> str:
+def _class_sizes(counts: list[int]) -> str:
     low, middle, high = min(counts), statistics.median(counts), max(counts)
     return f"{len(counts):,} with {low:,} to {high:,} images each, median {middle:,.0f}"

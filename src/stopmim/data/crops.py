@@ -1,8 +1,8 @@
 """Crops on the CPU, one image at a time; flip, grey, blur and normalisation on the device.
 
-Shapes: B images, S pixels along one edge of a crop. Up to the device images are uint8 and lie in
-memory as H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here
-waits for the device.
+Shapes: B images, S pixels along one edge of a crop. Before the device images are uint8 in memory
+order H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here
+synchronises with the device.
 """
 
 import math
@@ -19,8 +19,7 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
 
-# Longest strip, in multiples of its width, that `center_crop` resizes whole.
-LONGEST = 4
+LONGEST = 4  # aspect ratio above which `center_crop` cuts a strip before it resizes it
 
 
 class Box(NamedTuple):
@@ -37,14 +36,14 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """A random part of the image, drawn as torchvision's RandomResizedCrop does.
+    """Draws a random box as torchvision's RandomResizedCrop does.
 
     Args:
         scale: range of the area, as a fraction of the image.
-        ratio: range of width over height, uniform in its logarithm. An image that is longer than
-            this ratio for ten draws gets its largest central part that is not.
+        ratio: range of width over height, uniform in its logarithm. If no box fits in ten draws,
+            the largest central one within this range is used.
     """
-    # With `random` alone: the draws of `uniform`, in a third of the time.
+    # Only `random`: the same draws as `uniform`, in a third of the time.
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * rng.random())
@@ -60,9 +59,9 @@ def crop_box(
 
 
 def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:
-    """`image` (H, W, 3), uint8, as (3, height, width): Pillow's filter, or OpenCV's without."""
-    # A copy of the crop alone, in memory order H, W, 3 and seen as a batch: torch then resizes the
-    # three channels together, in two thirds of the time it takes with a view or with 3, H, W.
+    """Resizes `image` (H, W, 3) uint8 to (3, height, width), antialiased as by Pillow."""
+    # A contiguous copy in memory order H, W, 3, viewed as a batch: torch then resizes the three
+    # channels together, in two thirds of the time of a strided view or of 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
     return F.interpolate(pixels, (height, width), mode=mode, antialias=True)[0]
 
@@ -70,7 +69,7 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
 def resized_crop(
     image: np.ndarray, box: tuple[int, int, int, int], size: int, mode: Mode = "bilinear"
 ) -> Tensor:
-    """The `box` (top, left, height, width) of `image` (H, W, 3), resized to (3, S, S) uint8."""
+    """Crops `box` (top, left, height, width) of `image` (H, W, 3); resizes to (3, S, S) uint8."""
     top, left, height, width = box
     return resized(image[top : top + height, left : left + width], size, size, mode)
 
@@ -78,15 +77,15 @@ def resized_crop(
 def center_crop(
     image: np.ndarray, size: int, resize: int | None = None, mode: Mode = "bilinear"
 ) -> Tensor:
-    """The middle (3, S, S) of `image` (H, W, 3) with its shorter side resized to `resize`, uint8.
+    """Resizes the shorter side of `image` (H, W, 3) to `resize`; returns the centre (3, S, S).
 
-    Without `resize` the shorter side becomes `size`: a square image is resized and not cropped.
+    Without `resize` the shorter side becomes `size`: a square image is only resized.
     """
     short = size if resize is None else resize
     if short < size:
         raise ValueError(f"cannot crop {size} pixels from a side resized to {short}")
     height, width = image.shape[:2]
-    # Resized whole, a strip of 1 x 65535 pixels would take 13 GB, nearly all of it to be cut off.
+    # Resized whole, a strip of 1 x 65535 pixels would take 13 GB, most of it to be cut off.
     longest = LONGEST * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
     image = image[top : top + longest, left : left + longest]
@@ -100,9 +99,9 @@ def center_crop(
 
 
 def draw_augmentation(rng: np.random.Generator) -> np.ndarray:
-    """(3,) float32 for one image: flip (0 or 1), grey (0 or 1), radius of the blur (0 for none).
+    """Draws (3,) float32 for one image: flip (0 or 1), grey (0 or 1), blur radius (0 for none).
 
-    The chances are those of the released StoP code (src/data_manager.py:92-126).
+    Probabilities of the released StoP code (src/data_manager.py:92-126).
     """
     chance = rng.random(3)
     radius = rng.uniform(0.1, 2.0)
@@ -110,12 +109,12 @@ def draw_augmentation(rng: np.random.Generator) -> np.ndarray:
 
 
 def flip(images: Tensor, numbers: Tensor) -> Tensor:
-    """Left and right exchanged where `draw_augmentation` says so, and nothing else."""
+    """Flips the images that `draw_augmentation` chose, and does nothing else."""
     return torch.where(numbers[:, :1, None, None] > 0, images.flip(-1), images)
 
 
 def augment(images: Tensor, numbers: Tensor) -> Tensor:
-    """Flipped, greyed, blurred, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
+    """Flips, greys and blurs, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
 
     Args:
         numbers: (B, 3), one row of `draw_augmentation` per image.
@@ -128,28 +127,28 @@ def augment(images: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(radius > 0, _blur(images, radius[:, 0]), images)
 
 
-AUGMENT = {"flip": flip, "released": augment}  # by data.augmentation; "crop" is neither
+AUGMENT = {"flip": flip, "released": augment}  # data.augmentation -> function; "crop" has none
 
 
 def _blur(images: Tensor, radius: Tensor) -> Tensor:
-    """Gaussian blur of (B, 3, H, W) with standard deviations (B, 1, 1), as Pillow names radius.
+    """Gaussian blur of (B, 3, H, W) with standard deviations (B, 1, 1), which Pillow calls radius.
 
-    One matrix per image and axis: row i of it weighs the pixels by their distance from pixel i.
-    The weights add up to one at the border too, so that borders do not darken.
+    One matrix per image and axis: row i weights the pixels by their distance from pixel i. The
+    weights sum to one at the border too, so that borders do not darken.
     """
 
     def weights(n: int) -> Tensor:
         x = torch.arange(n, device=images.device)
         log_weight = (x[:, None] - x) ** 2 / (-2 * radius.clamp(min=0.1) ** 2)  # (B, n, n)
-        # exp(-30) is nothing beside a pixel; numbers below exp(-87) triple the time on CPUs.
+        # exp(-30) is negligible; below exp(-87) subnormal numbers triple the time on CPUs.
         return log_weight.clamp(min=-30).softmax(dim=-1)[:, None]  # (B, 1, n, n)
 
-    # bfloat16 has as many digits as a pixel; the sum of many needs more.
+    # bfloat16 is as precise as one pixel; a sum of many needs more.
     with torch.autocast(images.device.type, enabled=False):
         return weights(images.shape[2]) @ images @ weights(images.shape[3]).mT
 
 
 def normalise(images: Tensor) -> Tensor:
-    """(B, 3, H, W) of 0 to 255, uint8 or float32, to float32 with ImageNet's mean and deviation."""
-    # Channel by channel with plain numbers: a tensor of constants would be copied to the device.
+    """Normalises (B, 3, H, W) of 0 to 255 to float32 by ImageNet's mean and standard deviation."""
+    # Per channel with Python numbers: a tensor of constants would be copied to the device.
     return torch.stack([(images[:, c] - 255 * MEAN[c]) / (255 * STD[c]) for c in range(3)], dim=1)

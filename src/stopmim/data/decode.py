@@ -1,13 +1,11 @@
-"""From the bytes of an image file to pixels, whatever the bytes.
+"""Decodes image files to 8-bit RGB, however unusual or damaged.
 
-How the unusual becomes 8-bit RGB:
-
-    EXIF orientation     applied
-    alpha, transparency  composed over white
-    CMYK, palette, 1-bit Pillow's conversion, without colour profiles
-    16-bit grey          65535 is white (Pillow's own `convert` would make 40000 white)
-    32-bit grey, float   values outside 0..65535, and all floats: from its own minimum to maximum
-    animation, MPO       the first picture
+EXIF orientation     applied
+alpha, transparency  composited over white
+CMYK, palette, 1-bit Pillow's conversion, without colour profiles
+16-bit grey          65535 is white (Pillow's own `convert` makes 40000 white)
+32-bit grey, float   values outside 0..65535, and all floats: scaled by their own range
+animation, MPO       the first frame
 """
 
 import contextlib
@@ -27,48 +25,47 @@ try:
 except ImportError:  # the extra `fast`
     simplejpeg = None
 
-# Where Pillow begins to warn of a decompression bomb; 358 MB when decoded.
+# Pillow warns of a decompression bomb above this; 358 MB when decoded.
 MAX_PIXELS = 89_478_485
 
-# Pillow would try all it knows, and for EPS run ghostscript on a file that is called x.jpg.
+# Pillow would try every format, and run ghostscript for an EPS file named x.jpg.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP")
 
 ORIENTATION = 0x0112
-# The tag in either byte order, or in XMP. Orientation 1 is the one value that needs no work.
+# The tag in either byte order, or in XMP. Orientation 1 needs no work.
 _ORIENTATION_TAG = re.compile(
     rb"\x01\x12\x00[\x01-\x0d]\x00\x00\x00\x01(?!\x00\x01)"
     rb"|\x12\x01[\x01-\x0d]\x00\x01\x00\x00\x00(?!\x01\x00)"
     rb"|tiff:Orientation"
 )
 
-# `warnings.catch_warnings` swaps a list that belongs to the process: one thread at a time. Pillow
-# decodes with the GIL held, so that this costs nothing. A worker must not be forked in between.
+# `warnings.catch_warnings` replaces a list of the whole process: one thread at a time. Pillow
+# decodes with the GIL held, so this costs nothing. A worker must not be forked in between.
 _quiet = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_quiet.acquire, after_in_parent=_quiet.release, after_in_child=_quiet.release
     )
 
-
-# Without a handler of its own Pillow's complaints about a file would go to stderr; the reason goes
-# into `BadImageError`. Whoever sets logging up still gets them.
+# Without a handler Pillow's complaints would go to stderr; the reason is in `BadImageError`.
+# Configured logging still receives them.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
 
-_noticed = threading.local()
+_collected = threading.local()
 
 
 class BadImageError(Exception):
-    """One image that cannot be used; the text is the reason, in one line."""
+    """An image that cannot be used; the text is the reason, in one line."""
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> np.ndarray:
-    """RGB pixels (H, W, 3), uint8, C-contiguous; not always writable, which would take a copy.
+    """RGB pixels (H, W, 3), uint8, C-contiguous; not always writable, which would need a copy.
 
-    `max_pixels` is checked in the header, before memory is taken. To go beyond `MAX_PIXELS` raise
-    Pillow's own limit as well. `fast` is whether simplejpeg may be used. Whatever is wrong with the
-    bytes comes out as `BadImageError`.
+    `max_pixels` is checked against the header, before memory is allocated; beyond `MAX_PIXELS`,
+    raise Pillow's own limit as well. `fast` allows simplejpeg. Any problem with the bytes raises
+    `BadImageError`.
     """
-    if (files := getattr(_noticed, "files", None)) is not None:
+    if (files := getattr(_collected, "files", None)) is not None:
         files.append(data)
     if not data:
         raise BadImageError("empty file")
@@ -85,25 +82,30 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
         raise BadImageError("not an image of a known format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImageError(f"more than {max_pixels} pixels") from None
-    except Exception as error:  # plugins raise nearly everything on damaged files
-        text = " ".join(str(error).split())[:100]
+    except Exception as error:  # plugins raise almost anything on damaged files
+        text = one_line(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
     return np.ascontiguousarray(image)
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error of some library, on one line of at most 100 characters."""
+    return " ".join(str(error).split())[:100]
+
+
 @contextlib.contextmanager
-def noticed() -> Iterator[list[bytes]]:
-    """Collects the files that `decode` is given in this thread, whatever source they come from."""
-    _noticed.files = list[bytes]()
+def collect_files() -> Iterator[list[bytes]]:
+    """Collects the files that this thread decodes, whatever source they come from."""
+    _collected.files = list[bytes]()
     try:
-        yield _noticed.files
+        yield _collected.files
     finally:
-        del _noticed.files
+        del _collected.files
 
 
-def kind(data: bytes) -> str:
-    """What sort of image a file is, from its header: format and mode, as "JPEG RGB"."""
+def format_of(data: bytes) -> str:
+    """Format and mode of a file according to its header, as "JPEG RGB"."""
     try:
         with _quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -120,7 +122,7 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """A JPEG by simplejpeg, or None for what Pillow should see: anything in the least unusual."""
+    """Decodes a JPEG by simplejpeg; None for anything unusual, which Pillow should decode."""
     if simplejpeg is None or data[:2] != b"\xff\xd8":
         return None
     at = 2
@@ -135,7 +137,7 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         _check_size(height, width, max_pixels)
         return simplejpeg.decode_jpeg(data)
     except ValueError:
-        # Pillow forgives a few stray bytes, and which files are bad must not depend on an extra.
+        # Pillow tolerates a few stray bytes, and which files are bad must not depend on an extra.
         return None
 
 
@@ -145,7 +147,7 @@ def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
         image.load()
         pixels = _to_rgb(image)
         orientation = 1
-        # Damaged EXIF does not make the pixels bad. After load(): PNG may keep it at its end.
+        # Damaged EXIF does not make the pixels bad. After load(): PNG may store it at the end.
         with contextlib.suppress(Exception):
             orientation = image.getexif().get(ORIENTATION, 1)
     if orientation in (5, 6, 7, 8):
@@ -168,11 +170,11 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def _to_grey8(values: np.ndarray) -> np.ndarray:
-    """Integers or floats (H, W) to uint8; not-a-number is black."""
-    known = values[np.isfinite(values)]
-    if not known.size:
+    """Converts integers or floats (H, W) to uint8; NaN becomes black."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
         raise BadImageError("no pixel has a finite value")
-    low, high = float(known.min()), float(known.max())
+    low, high = float(finite.min()), float(finite.max())
     if values.dtype.kind != "f" and low >= 0 and high <= 65535:
         low, high = 0.0, 65535.0
     scale = 255.0 / (high - low) if high > low else 0.0

@@ -1,4 +1,13 @@
-"""What a source of images is to the rest of the package."""
+"""The interface of a source of images, and the optional abilities that loading makes use of.
+
+Any object that satisfies `Images` works everywhere. It may also have
+
+    classes     list of str: names of the values of the label "class"
+    unreadable  list of str: files or folders that could not be read in full
+    in_process  bool: reading is so cheap that worker processes only slow it down
+
+and satisfy `Chunked`, `InMemory` or `FileBacked`.
+"""
 
 from typing import Protocol, runtime_checkable
 
@@ -14,15 +23,31 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> np.ndarray:
-        """Image `i`, (H, W, 3) uint8; BadImageError if it cannot be read."""
+        """Returns image `i`, (H, W, 3) uint8; raises BadImageError if it cannot be read."""
 
     def name(self, i: int) -> str:
-        """What a message calls image `i`."""
+        """Names image `i` in messages."""
 
 
 @runtime_checkable
 class Chunked(Images, Protocol):
-    """Images that lie many to a file, so that neighbours should be read near each other in time."""
+    """Images stored many to a file: neighbours should be read at about the same time."""
 
-    chunks: np.ndarray  # (k + 1,) int64: images chunks[j] to chunks[j + 1] lie side by side
+    chunks: np.ndarray  # (k + 1,) int64: images chunks[j] to chunks[j + 1] are contiguous
     window: int  # how many images the order of an epoch mixes at a time; see order.py
+
+
+@runtime_checkable
+class InMemory(Images, Protocol):
+    """Images in one array, which may be copied to the GPU instead of being read one by one."""
+
+    def resident_pixels(self) -> np.ndarray | None:
+        """All images as `read` returns them, (n, H, W, 3) uint8; None if that needs a copy."""
+
+
+@runtime_checkable
+class FileBacked(Images, Protocol):
+    """Images read from files that may be overwritten by others of the same name and size."""
+
+    def stamp(self) -> str:
+        """Changes whenever one of the files is rewritten; see stamps.py."""

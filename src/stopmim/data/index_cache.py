@@ -1,9 +1,9 @@
-"""Indexes of large sources, kept from one start to the next.
+"""Cached indexes of large sources.
 
-They lie in ``$STOPMIM_CACHE``, or ``$XDG_CACHE_HOME/stopmim``, or ``~/.cache/stopmim``; an empty
-STOPMIM_CACHE turns them off. A file is a plain .npz, never a pickle, written aside and renamed. Who
-stores an index also stores what proves it, and checks that when loading. A cache that cannot be
-read or written is not used, without a word: it only saves time.
+They are in ``$STOPMIM_CACHE``, or ``$XDG_CACHE_HOME/stopmim``, or ``~/.cache/stopmim``; an empty
+STOPMIM_CACHE turns them off. A file is a plain .npz, never a pickle, replaced atomically. A source
+stores the state of its files with the index, and compares it when loading. A cache that cannot be
+read or written is silently ignored: it only saves time.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 2  # of what is stored: another one is never read
+VERSION = 2  # of the format; others are never read
 
-WORTH_IT = 10_000  # images: the index of a smaller source is made anew each time
+WORTH_IT = 10_000  # images: smaller sources are indexed each time
 
-# A clock of a file system ticks, some only every two seconds: what has changed this recently may
-# change again without another time. Such a source is not kept.
+# File systems round times, some to two seconds: what changed this recently may change again with
+# the same time. Such a source is not cached.
 SETTLED_NS = 3_000_000_000
 
 
 def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
-    """What was stored for `key`, or None."""
+    """Returns the arrays stored for `key`, or None."""
     if (path := _path(kind, key)) is None:
         return None
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = dict(arrays)  # having checked the CRC of every array
+            found = dict(arrays)  # checks the CRC of every array
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return found if found.pop("key", np.zeros(0)).tobytes() == key else None
@@ -52,7 +52,7 @@ def store(kind: str, key: bytes, arrays: dict[str, np.ndarray]) -> None:
 
 
 def folder() -> Path | None:
-    """Where everything is kept that only saves time; None: nowhere."""
+    """The cache directory, for anything that only saves time; None if there is none."""
     own = os.environ.get("STOPMIM_CACHE")
     if own is not None:
         return Path(own) if own else None

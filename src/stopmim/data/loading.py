@@ -1,7 +1,7 @@
-"""From a source of images to batches: which image comes when, and what happens to a broken one.
+"""Turns a source of images into batches of random crops, replacing broken images.
 
 Everything is a function of (seed, epoch, image number). Neither the number of workers nor the step
-a run is resumed at changes a sample.
+at which a run resumes changes a sample.
 """
 
 import os
@@ -20,17 +20,16 @@ from stopmim.data import resident
 from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
-from stopmim.data.order import Order, shares
-from stopmim.data.sources.scenes import Scenes
+from stopmim.data.order import batch_keys, shares
 from stopmim.data.workers import Watched, batches, cores, shared
 
-REPLACEMENTS = 20  # other images tried in the place of a broken one
+REPLACEMENTS = 20  # other images tried in place of a broken one
 
 
 class Sample(NamedTuple):
-    image: Tensor | None  # (3, S, S) uint8; None: neither this image nor its replacements work
-    augmentation: np.ndarray  # (3,) float32, see transforms.draw_augmentation
-    bad: list[tuple[str, str]]  # images found broken on the way, with the reason
+    image: Tensor | None  # (3, S, S) uint8; None: neither the image nor its replacements work
+    augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
+    bad: list[tuple[str, str]]  # names of broken images met on the way, and the reasons
 
 
 class Loaded(NamedTuple):
@@ -40,7 +39,7 @@ class Loaded(NamedTuple):
 
 
 class Crops(Dataset[Sample]):
-    """Random crops of `images`, asked for by (epoch, image number)."""
+    """Random crops of `images`, keyed by (epoch, image number)."""
 
     def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
         self.images, self.size, self.seed = images, config.image_size, config.seed
@@ -67,7 +66,7 @@ class Crops(Dataset[Sample]):
 
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:
         yield number
-        # The replacements are keyed as well: a resumed run takes the same ones.
+        # Keyed as well: a resumed run takes the same replacements.
         others = numpy_generator("replace", self.seed, epoch, number)
         yield from others.integers(len(self.images), size=REPLACEMENTS).tolist()
 
@@ -81,12 +80,11 @@ def loader(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[Loaded]:
-    """The parts of every batch from step `start` on, in order, read by worker processes.
+    """Yields the micro-batches of this rank from step `start` on, read by worker processes.
 
-    On the CPU, in memory that a GPU can copy from while it computes; or, for images that live on
-    the GPU, there.
+    They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.
     """
-    order = Order(
+    order = batch_keys(
         images,
         config,
         start,
@@ -95,40 +93,38 @@ def loader(
     )
     pixels = resident.pixels_for(images, device)
     if pixels is not None:
-        drawn = resident.Drawn(pixels.shape[1], pixels.shape[2], config)
+        planned = resident.PlannedCrops(pixels.shape[1], pixels.shape[2], config)
         watched = _watched(images, config, min(4, cores()))
-        for parts in batches(drawn, order, resident.collate, watched):
-            numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in parts)
+        for plans in batches(planned, order, resident.collate, watched):
+            numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in plans)
             numbers, boxes = (x.to(device, non_blocking=True) for x in (numbers, boxes))
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, augmentation, [])
         return
     for loaded in read_crops(images, config, order):
-        yield _pinned(loaded) if device.type == "cuda" else loaded
+        if device.type == "cuda":
+            whole, augmentation, bad = loaded
+            loaded = Loaded(whole.pin_memory(), augmentation.pin_memory(), bad)
+        yield loaded
 
 
 def read_crops(
     images: Images, config: Config, keys: Iterable[list[tuple[int, int]]]
 ) -> Iterator[Loaded]:
-    """What training sees for lists of (epoch, image number), read by worker processes."""
+    """Yields the training crops for lists of (epoch, image number), read by worker processes."""
     watched = _watched(images, config, default_workers(images))
     return batches(Crops(images, config, watched), keys, _collate, watched)
 
 
-def _watched(images: Images, config: Config, workers: int) -> Watched:
-    wanted = config.runtime.workers
-    timeout = config.runtime.worker_timeout
-    return Watched(images, workers if wanted is None else wanted, timeout)
-
-
-def _pinned(loaded: Loaded) -> Loaded:
-    return Loaded(loaded.images.pin_memory(), loaded.augmentation.pin_memory(), loaded.bad)
+def _watched(images: Images, config: Config, default: int) -> Watched:
+    workers = config.runtime.workers
+    return Watched(images, default if workers is None else workers, config.runtime.worker_timeout)
 
 
 def default_workers(images: Images) -> int:
-    """One per core and GPU, but no more than 8; scenes come faster without."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, that share this machine
-    return 0 if isinstance(images, Scenes) else min(8, max(1, cores() // processes))
+    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
 
 
 def steps_per_epoch(images: Sized, config: Config) -> int:
@@ -144,9 +140,9 @@ def steps_per_epoch(images: Sized, config: Config) -> int:
 def _collate(samples: list[Sample]) -> Loaded:
     bad = [entry for sample in samples for entry in sample.bad]
     images = [sample.image for sample in samples if sample.image is not None]
-    whole = torch.empty(0)  # the batch is refused; the reader of `bad` says why
+    whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
     if len(images) == len(samples):
-        # Stacked in the memory order they have, which is H, W, 3.
+        # Stacked in their memory order, which is H, W, 3.
         whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
     return Loaded(shared(whole), shared(augmentation), bad)

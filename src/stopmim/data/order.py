@@ -1,4 +1,4 @@
-"""Which image comes when: a function of (seed, epoch), the same for every number of processes."""
+"""The order of images: a function of (seed, epoch), independent of the number of processes."""
 
 import math
 from collections.abc import Iterator
@@ -12,42 +12,30 @@ from stopmim.config.schema import Config
 from stopmim.data.images import Chunked, Images
 
 
-class Order:
-    """The (epoch, image number) of every part of every batch, from `start` to the last step.
+def batch_keys(
+    images: Images, config: Config, start: int, *, shares: list[slice], steps_per_epoch: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Yields the (epoch, image number) of each micro-batch, from step `start` to the last.
 
-    An epoch is a permutation keyed by (seed, epoch), less the images that do not fill a batch. Only
-    this process holds it; workers are sent the numbers they need. Of each batch only the positions
-    in `shares` are given out: with `shares(...)` of its rank, a process gets its own part.
+    An epoch is a permutation keyed by (seed, epoch), without the images that do not fill a batch.
+    Only this process holds it; workers are sent the numbers they need. `shares` are the positions
+    in a batch that this rank computes, see the function of that name.
     """
-
-    def __init__(
-        self,
-        images: Images,
-        config: Config,
-        start: int,
-        *,
-        shares: list[slice],
-        steps_per_epoch: int,
-    ) -> None:
-        self.images, self.seed, self.start, self.shares = images, config.seed, start, shares
-        self.batch_size, self.steps_per_epoch = config.optim.batch_size, steps_per_epoch
-        self.total = config.optim.epochs * steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        current, order = -1, torch.empty(0, dtype=torch.long)
-        for step in range(self.start, self.total):
-            epoch, place = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                current, order = epoch, permutation(self.images, self.seed, epoch)
-            batch = order[place * self.batch_size : (place + 1) * self.batch_size]
-            for share in self.shares:
-                yield [(epoch, number) for number in batch[share].tolist()]
+    size = config.optim.batch_size
+    current, order = -1, torch.empty(0, dtype=torch.long)
+    for step in range(start, config.optim.epochs * steps_per_epoch):
+        epoch, place = divmod(step, steps_per_epoch)
+        if epoch != current:
+            current, order = epoch, permutation(images, config.seed, epoch)
+        batch = order[place * size : (place + 1) * size]
+        for share in shares:
+            yield [(epoch, number) for number in batch[share].tolist()]
 
 
 def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:
-    """The parts of a batch that `rank` computes one after the other, as positions in the batch.
+    """The micro-batches of `rank`, as positions in the batch.
 
-    `accumulate` counts the parts of all ranks, so that one GPU with 8 and eight GPUs have the same.
+    `accumulate` counts those of all ranks: one GPU with 8 and eight GPUs compute the same.
     """
     each = math.ceil(accumulate / world)
     part, rest = divmod(batch_size, world * each)
@@ -70,16 +58,14 @@ def permutation(images: Images, seed: int, epoch: int) -> torch.Tensor:
 
 
 def nearly_sequential(chunks: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
-    """A permutation that reads a few chunks at a time, each from its beginning to its end.
+    """A permutation that reads a few chunks at a time, each from beginning to end.
 
-    The chunks are put in random order; then every image is set back by a random part of `window`
-    places and all are sorted. So at any time they come from one stretch of `window` images that
-    moves on, as with a shuffle buffer of that size, but none is left behind in it: an image moves
-    less than `window` places from its place in the sequence. Up to `window` images are permuted
-    freely.
+    The chunks are put in random order; then every image is delayed by a random part of `window`
+    places, and all are sorted. This resembles a shuffle buffer of that size, but no image stays
+    behind in it: none moves `window` places or more. Up to `window` images are permuted freely.
 
     Args:
-        chunks: (k + 1,) where each chunk begins, and the end of the last.
+        chunks: (k + 1,) the first image of each chunk, and the end of the last.
     """
     pieces = rng.permutation(len(chunks) - 1).tolist()
     sequence = np.concatenate([np.arange(chunks[c], chunks[c + 1]) for c in pieces])

@@ -1,8 +1,8 @@
-"""Small images that live on the GPU: they are cropped there, and only numbers travel.
+"""Small data sets that live on the GPU and are cropped there.
 
-Reading, cropping and sending 64 px images keeps a dozen cores busy before it keeps a GPU busy. A
-set that fits is sent once; after that workers draw which image and which part of it comes when, and
-no more, from the same keys as always: a run sees the same crops either way.
+Reading, cropping and copying 64 px images needs a dozen cores to keep one GPU busy. A data set that
+fits is copied once; after that workers only draw which image and which box comes when, from the
+same random keys as `loading.Crops`: a run sees the same crops either way.
 
 Shapes: N images, B of a batch, S pixels along one edge of a crop.
 """
@@ -17,62 +17,57 @@ from torch.utils.data import Dataset
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data.crops import Box, crop_box, draw_augmentation
-from stopmim.data.images import Images
-from stopmim.data.sources.arrays import Arrays
-from stopmim.data.sources.scenes import Scenes
+from stopmim.data.images import Images, InMemory
 
-SHARE = 0.25  # of the free memory of a GPU that the images may take
+SHARE = 0.25  # of the free GPU memory that the images may take
 
 
 def pixels_for(images: Images, device: torch.device) -> Tensor | None:
-    """All `images` (N, H, W, 3) on the device; None if they are not in memory, or too many."""
-    if device.type != "cuda" or not isinstance(images, Scenes | Arrays) or images.images.ndim != 4:
+    """All images (N, H, W, 3) on the GPU; None on a CPU, or if they are on disk or too many."""
+    if device.type != "cuda" or not isinstance(images, InMemory):
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    if images.images.nbytes > SHARE * free:
+    pixels = images.resident_pixels()
+    if pixels is None or pixels.nbytes > SHARE * torch.cuda.mem_get_info(device)[0]:
         return None
-    return torch.from_numpy(np.ascontiguousarray(images.images)).to(device)
+    return torch.from_numpy(np.ascontiguousarray(pixels)).to(device)
 
 
-class Part(NamedTuple):
-    """Which part of which image is to be shown, and how: what `Crops` draws, without the crop."""
+class CropPlan(NamedTuple):
+    """The random draws of `loading.Crops` for one image, without the crop itself."""
 
     number: int
     box: Box
     augmentation: np.ndarray  # (3,) float32
 
 
-class Parts(NamedTuple):
-    """A batch of them. Arrays: a tensor from another process costs a shared file, and so does the
-    next; these few kilobytes come through the pipe in a seventh of the time."""
+class CropPlans(NamedTuple):
+    """A batch of plans. As arrays, which pass through the pipe of a worker: tensors would need a
+    shared file each, and seven times as long for these few kilobytes."""
 
     numbers: np.ndarray  # (B,) int64
     boxes: np.ndarray  # (B, 4) int64
     augmentation: np.ndarray  # (B, 3) float32
 
 
-class Drawn(Dataset[Part]):
-    """Asked for by (epoch, image number)."""
+class PlannedCrops(Dataset[CropPlan]):
+    """Crop plans, keyed by (epoch, image number)."""
 
     def __init__(self, height: int, width: int, config: Config) -> None:
         self.shape, self.seed, self.scale = (height, width), config.seed, config.data.crop_scale
 
-    def __getitem__(self, key: tuple[int, int]) -> Part:
+    def __getitem__(self, key: tuple[int, int]) -> CropPlan:
         epoch, number = key
         rng = numpy_generator("crop", self.seed, epoch, number)
-        return Part(number, crop_box(rng, *self.shape, self.scale), draw_augmentation(rng))
+        return CropPlan(number, crop_box(rng, *self.shape, self.scale), draw_augmentation(rng))
 
 
-def collate(parts: list[Part]) -> Parts:
-    return Parts(
-        np.array([part.number for part in parts]),
-        np.array([part.box for part in parts]),
-        np.stack([part.augmentation for part in parts]),
-    )
+def collate(plans: list[CropPlan]) -> CropPlans:
+    numbers, boxes, augmentation = zip(*plans, strict=True)
+    return CropPlans(np.array(numbers), np.array(boxes), np.stack(augmentation))
 
 
 def crops(pixels: Tensor, numbers: Tensor, boxes: Tensor, size: int) -> Tensor:
-    """Parts of images, resized as `transforms.resized_crop` does: (B, 3, S, S) float32, 0 to 255.
+    """Crops resized as by `crops.resized_crop`: (B, 3, S, S) float32, 0 to 255.
 
     Args:
         pixels: (N, H, W, 3) uint8.
@@ -88,10 +83,10 @@ def crops(pixels: Tensor, numbers: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _weights(start: Tensor, length: Tensor, total: int, size: int) -> Tensor:
-    """How much each of `total` pixels adds to each of `size` new ones, (B, 1, S, total).
+    """Weight of each of `total` old pixels in each of `size` new ones, (B, 1, S, total).
 
-    The antialiased bilinear filter of Pillow and torch: a triangle around the place a new pixel
-    comes from, as wide as that pixel where the image shrinks, cut off at the edge of the crop.
+    The antialiased bilinear filter of Pillow and torch: a triangle around the source position of a
+    new pixel, widened when the image shrinks, and cut off at the edge of the crop.
     """
     scale = (length / size)[:, None, None]  # (B, 1, 1) old pixels per new one
     old = torch.arange(total, device=start.device) - start[:, None]  # (B, total), in the crop

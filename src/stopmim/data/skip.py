@@ -1,4 +1,4 @@
-"""A list of images that are not to be used, and the images without them.
+"""Lists of images to skip, such as broken ones.
 
 A line is ``{"name": ..., "reason": ...}``, with ``"part": "test"`` for an image of the test split:
 train/cat/1.jpg and val/cat/1.jpg have the same name.
@@ -6,37 +6,38 @@ train/cat/1.jpg and val/cat/1.jpg have the same name.
 
 import json
 from pathlib import Path
+from typing import Any
 
 from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.data.images import Images
-from stopmim.data.subset import Some
+from stopmim.data.subset import Subset
 
-_START = '{"name": "'  # of every line that is written here
+_START = '{"name": "'  # of every line that `write_list` writes
 
-Bad = list[tuple[str, str]]  # name and reason of each
+Bad = list[tuple[str, str]]  # names and reasons
 
 
-def without(images: Images, names: set[str]) -> Some:
-    """`images` less those with the given names."""
-    return Some(images, [i for i in range(len(images)) if images.name(i) not in names])
+def without(images: Images, names: set[str]) -> Subset:
+    """The images that do not have one of these names."""
+    return Subset(images, [i for i in range(len(images)) if images.name(i) not in names])
 
 
 def without_skipped(images: Images, file: str | Path | None) -> Images:
-    """`images` to train on less those that `file` lists; just `images` if it is None."""
+    """Training images without those that `file` lists; all of them if it is None."""
     if file is None:
         return images
     names = read_list(Path(file))
     if not names:
-        return images  # none is broken, or only some to test on
+        return images  # empty, or of test images only
     return _checked(file, (images,), (names,))[0]
 
 
 def both_without_skipped(
     train: Images, test: Images, file: str | Path | None
 ) -> tuple[Images, Images]:
-    """Images to fit on and to test on, less those that `file` lists.
+    """Training and test images without those that `file` lists.
 
-    An entry that says no part is an image of `train`, or, if none is called so, one of `test`.
+    An entry without a part names an image of `train`, or of `test` if `train` has none so named.
     """
     if file is None:
         return train, test
@@ -57,7 +58,7 @@ def _checked(
     for images, left in zip(parts, rest, strict=True):
         if not len(left):
             raise DataError(f"{file}: names all of the {len(images)} images; none is left")
-    # A part that loses nothing is the part itself, with its own fingerprint.
+    # A part that loses nothing keeps its own fingerprint.
     return [
         left if len(left) < len(images) else images
         for images, left in zip(parts, rest, strict=True)
@@ -65,48 +66,45 @@ def _checked(
 
 
 def read_list(file: Path, part: str = "train") -> set[str]:
-    """The names in a list of JSON lines that are of `part`; a line without one is of train.
+    """Names of `part` in a list of JSON lines; a line without a part counts as train.
 
-    A line that a full disk or a kill has torn is passed over.
+    Ignores a line that a full disk or a kill has cut short.
     """
     try:
         text = file.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip() and not _torn(line)]
-        return {str(line["name"]) for line in lines if line.get("part", "train") == part}
+        lines = [_parse(line) for line in text.splitlines() if line.strip()]
+        return {str(line["name"]) for line in lines if line and line.get("part", "train") == part}
     except OSError as error:
         raise DataError(f"{file}: cannot read this list of images: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(
-            f'{file}: not a list of images: expected lines as {{"name": ...}}'
-        ) from None
+        reason = 'not a list of images: expected lines like {"name": ...}'
+        raise DataError(f"{file}: {reason}") from None
 
 
-def _torn(line: str) -> bool:
-    """Whether this is the beginning of a line as it is written here, and not all of it."""
-    if line[: len(_START)] != _START[: len(line)]:
-        return False
+def _parse(line: str) -> Any:
     try:
-        json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return True
-    return False
+        if line.startswith(_START) or _START.startswith(line):
+            return None  # cut short
+        raise
 
 
-def try_list(file: Path) -> None:
-    """Refuses what `write_list` could not write later, or `data.skip` would not take."""
+def check_writable(file: Path) -> None:
+    """Refuses a file that `write_list` could not write later, or `data.skip` would not accept."""
     if file.suffix != ".jsonl":
-        raise UserError(f"{file}: the name of a list of images ends in .jsonl")
+        raise UserError(f"{file}: the name of a list of images must end in .jsonl")
     new = not file.exists()
     try:
         file.open("a").close()
         if new:
-            file.unlink()  # nothing is listed yet
+            file.unlink()
     except OSError as error:
         raise _unwritable(file, error) from None
 
 
 def write_list(file: Path, bad: Bad, test_bad: Bad) -> None:
-    """What is broken of the images to train on and to test on, for `read_list`."""
+    """Writes the broken training and test images, for `read_list`."""
     lines = [{"name": name, "reason": why} for name, why in bad]
     lines += [{"name": name, "reason": why, "part": "test"} for name, why in test_bad]
     try:

@@ -1,4 +1,4 @@
-"""Some images of a source: those that are not skipped, or one of two parts that were split."""
+"""Part of the images of a source: those not skipped, or one side of a split."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,16 +7,17 @@ import numpy as np
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.images import Chunked, Images
+from stopmim.data.stamps import stamp
 
 
-class Some:
-    """The `kept` of `images`, in ascending order, numbered anew; with a fingerprint of its own."""
+class Subset:
+    """The `kept` of `images`, renumbered in ascending order, with a fingerprint of their own."""
 
     def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
         self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
         self.labels = {name: label[self.kept] for name, label in images.labels.items()}
-        self.classes: list[str] = getattr(images, "classes", [])  # which a label is a number of
-        if isinstance(images, Chunked):  # what is left of a chunk still lies side by side
+        self.classes: list[str] = getattr(images, "classes", [])
+        if isinstance(images, Chunked):  # the rest of a chunk is still contiguous
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
         digest = hashlib.sha256(images.fingerprint.encode())
@@ -33,17 +34,20 @@ class Some:
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))
 
-
-def source(images: Images) -> Images:
-    """What `images` are some of, or they themselves."""
-    return source(images.images) if isinstance(images, Some) else images
+    def stamp(self) -> str:
+        return stamp(self.images)
 
 
-def held_out(images: Images, share: float, seed: int) -> tuple[Some, Some]:
-    """Images to fit on and images to test on: `share` of each class, but neither none nor all.
+def underlying(images: Images) -> Images:
+    """The images that a subset, or a subset of a subset, is taken from; or `images` itself."""
+    return underlying(images.images) if isinstance(images, Subset) else images
 
-    A class of one image is in the first part. Classes are those of "class", or of the first label
-    there is.
+
+def split_by_class(images: Images, share: float, seed: int) -> tuple[Subset, Subset]:
+    """Images to fit on, and `share` of each class to test on, but neither none nor all of it.
+
+    A class of one image is only fitted on. Classes are those of the label "class", or else of the
+    first label.
     """
     none = np.zeros(len(images), np.int64)
     label = images.labels.get("class", next(iter(images.labels.values()), none))
@@ -52,4 +56,4 @@ def held_out(images: Images, share: float, seed: int) -> tuple[Some, Some]:
     for one in np.unique(label):
         own = rng.permutation(np.flatnonzero(label == one))
         tested[own[: min(len(own) - 1, max(1, round(share * len(own))))]] = True
-    return Some(images, np.flatnonzero(~tested)), Some(images, np.flatnonzero(tested))
+    return Subset(images, np.flatnonzero(~tested)), Subset(images, np.flatnonzero(tested))

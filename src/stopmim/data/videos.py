@@ -1,16 +1,15 @@
-"""Videos with a map of which object is where: DAVIS from its folder, and short ones drawn here.
+"""Videos with object masks: DAVIS from its folder, and short ones rendered from scenes.
 
-Drawn videos are scenes whose bodies slide over the ground on straight lines, turn, and bounce off
-one another and off the edges of what is seen, while the camera zooms. They are equal to the last
-bit on every machine; `scenes` says how that is done.
+In rendered videos bodies slide over the ground on straight lines, turn, and bounce off one another
+and off the edges of the view, while the camera zooms. They are equal to the last bit on every
+machine; render.py says how.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,31 +18,24 @@ from PIL import Image
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.sources.scenes import (
-    FARTHEST,
-    FOOT,
-    NEAREST,
-    Body,
-    Scene,
-    render,
-    rotation,
-    uniforms,
-)
-from stopmim.data.sources.scenes import sample as sample_scene
+from stopmim.data.render import render
+from stopmim.data.scene import FARTHEST, FOOT, NEAREST, Body, Scene, rotation, uniforms
+from stopmim.data.scene import sample as sample_scene
+from stopmim.data.sources.scenes import parse_scenes
 
 Bytes = NDArray[np.uint8]
 Year = Literal["2016", "2017"]
 
-VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation takes it for background
+VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation counts it as background
 
-DRAWN = (30, 64, 0)  # count, size and seed of drawn videos, where the source does not say
-LENGTH = 20  # frames of a drawn video
-BODIES = 4  # of a scene, at most: on average as many as a video of DAVIS has, about two
-SPEED, SPIN, ZOOM = 0.2, 0.03, 0.004  # per frame, at most: lengths; half tangents; parts of 1
-SEEN = 400  # a body of less than one in so many pixels of the first frame is no object to follow
+RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
+LENGTH = 20  # frames of a rendered video
+BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
+SPEED, SPIN, ZOOM = 0.2, 0.03, 0.004  # maxima per frame: lengths; half tangents; fractions
+SEEN = 400  # a body that covers less than 1 in 400 pixels of the first frame is not tracked
 
-# By number of the object: the colours of DAVIS, which are those of PASCAL VOC with 191 in the place
-# of 192, and greys from the 22nd on. They are for the eye: only the numbers count.
+# Per object number: the colours of DAVIS, which are those of PASCAL VOC with 191 instead of 192,
+# and greys from the 22nd on. They only serve viewing: the numbers count.
 PALETTE: Bytes = np.array(
     [
         [min(128 * (i >> c & 1) + 64 * (i >> c + 3 & 1), 191) for c in range(3)]
@@ -56,51 +48,48 @@ PALETTE: Bytes = np.array(
 
 
 class Video(Protocol):
-    """Frames in order, of which at least the first has a map of its objects."""
+    """Frames in order, of which at least the first has a mask."""
 
     name: str
-    annotated: bool  # every frame has a map, so that tracking can be scored
+    annotated: bool  # every frame has a mask, so that tracking can be scored
 
     def __len__(self) -> int: ...
 
     def stem(self, i: int) -> str:
-        """What the files of frame `i` are called, without suffix."""
+        """File name of frame `i`, without suffix."""
 
     def frame(self, i: int) -> Bytes:
         """Frame `i`, (H, W, 3)."""
 
     def mask(self, i: int) -> Bytes:
-        """For each pixel of frame `i` the number of its object, or 0; (H, W)."""
+        """Object number of each pixel of frame `i`, (H, W); 0 for the background."""
 
 
 def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]:
-    """The videos of `source`: a folder of DAVIS, or ``scenes[:count[:size[:seed]]]`` drawn here.
+    """Opens a folder of DAVIS, or renders ``scenes[:count[:size[:seed]]]``.
 
     Args:
-        year: of the DAVIS challenge; by default 2017 where the folder has its list, else 2016.
+        year: of the DAVIS challenge; default: 2017 if the folder has its list, else 2016.
     """
-    if re.match(r"scenes(:|$)", str(source)):
-        found = re.fullmatch(r"scenes(?::([1-9]\d*)(?::([1-9]\d*)(?::(\d+))?)?)?", str(source))
-        if found is None:
-            raise UserError(f"{source}: expected scenes[:count[:size[:seed]]], as scenes:30:64")
-        count, size, seed = (int(n or d) for n, d in zip(found.groups(), DRAWN, strict=True))
+    if str(source).split(":")[0] == "scenes":
+        count, size, seed = parse_scenes(str(source), RENDERED)
         return [SceneVideo(seed, i, size) for i in range(count)]
     if year is None:
         year = "2017" if (Path(source) / "ImageSets" / "2017").is_dir() else "2016"
     return Davis(source, year)
 
 
-# ------------------------------------------------------------------------------------- drawn here
+# --------------------------------------------------------------------------------------- rendered
 
 
 @dataclass
 class _Moving:
-    """A body on its way over the ground."""
+    """A body in motion."""
 
     body: Body
     x: float
     y: float
-    dx: float  # a frame
+    dx: float  # per frame
     dy: float
     spin: float
 
@@ -110,7 +99,7 @@ class _Moving:
 
 
 class SceneVideo:
-    """Video `index` of `seed`: 20 frames of size x size, drawn whenever they are asked for."""
+    """Video `index` of `seed`: 20 frames of size x size, rendered on demand."""
 
     annotated = True
 
@@ -132,7 +121,7 @@ class SceneVideo:
 
     @cached_property
     def _numbers(self) -> Bytes:
-        """Number of the object that a body is, (256,); bodies out of sight at first are none."""
+        """Body number -> object number, (256,); 0 for bodies not visible in the first frame."""
         pixels = np.bincount(render(self.scenes[0], self.size)[1].ravel(), minlength=256)
         seen = pixels * SEEN >= self.size * self.size
         seen[0] = False
@@ -140,7 +129,7 @@ class SceneVideo:
 
 
 def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
-    """The scenes of video `index` of `seed`, one a frame; none is a scene of `scenes`."""
+    """Scenes of video `index` of `seed`, one per frame, disjoint from those of `Scenes`."""
     scene = sample_scene(seed_of("videos", seed), index)
     draw = uniforms("motion", seed, index).__next__
     moving = [
@@ -154,8 +143,8 @@ def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
         frames.append(replace(scene, bodies=bodies, spread=scene.spread * (1.0 + zoom * i)))
         for m in moving:
             _keep_in_sight(m, scene)
-            # One that is in the way: both turn, and this one waits. So none ever touch, which the
-            # renderer relies on: it does not know bodies within bodies.
+            # On a collision both turn and this body waits. So bodies never touch, which the
+            # renderer relies on: it does not support bodies inside bodies.
             others = [other for other in moving if other is not m]
             if not any([_bounce(m, other) for other in others]):
                 m.x, m.y = m.x + m.dx, m.y + m.dy
@@ -163,7 +152,7 @@ def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
 
 
 def _keep_in_sight(m: _Moving, scene: Scene) -> None:
-    """Turns a body back that has half left the picture, or come too near or too far."""
+    """Turns back a body that has half left the view, or is too near or too far."""
     c, s = rotation(scene.tilt)
     depth = m.y * c + (scene.height - m.body.half) * s
     edge = scene.spread * depth
@@ -174,7 +163,7 @@ def _keep_in_sight(m: _Moving, scene: Scene) -> None:
 
 
 def _bounce(a: _Moving, b: _Moving) -> bool:
-    """Whether the next step of `a` would touch `b`; if so they swap motion along their line."""
+    """Whether the next step of `a` would touch `b`; if so, exchanges their approach velocity."""
     x, y, apart = a.x + a.dx - b.x, a.y + a.dy - b.y, a.foot + b.foot
     square = x * x + y * y
     if square >= apart * apart:
@@ -189,7 +178,7 @@ def _bounce(a: _Moving, b: _Moving) -> bool:
 
 
 class DavisVideo:
-    """One sequence of DAVIS, read from its files when asked for."""
+    """One sequence of DAVIS, read from its files on demand."""
 
     def __init__(self, name: str, frames: list[Path], masks: list[Path], year: Year) -> None:
         self.name, self.year = name, year
@@ -213,26 +202,22 @@ class DavisVideo:
         if i >= len(self._masks):
             raise DataError(f"{self.name}: only its first frame is annotated, not frame {i}")
         ids = read_mask(self._masks[i])
-        # 2016: one object, drawn as 255, or as several ones where the annotation is that of 2017.
+        # 2016: one object, stored as 255, or as several if the annotation is that of 2017.
         return (ids > 0).astype(np.uint8) if self.year == "2016" else np.where(ids == VOID, 0, ids)
 
 
-class Davis(Sequence[DavisVideo]):
+class Davis(list[DavisVideo]):
     """The videos of one split of DAVIS, in the order of its list.
 
     Args:
-        root: the folder with JPEGImages, Annotations and ImageSets in it.
-        year: "2017" has several objects a video, "2016" one: whatever is not background.
-        resolution: "480p" is what everybody reports.
+        root: the folder that contains JPEGImages, Annotations and ImageSets.
+        year: "2017" has several objects per video; "2016" one, everything but the background.
+        resolution: "480p" is the usual one.
         split: "val", "train", or "test-dev", where only first frames are annotated.
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        year: Year = "2017",
-        resolution: str = "480p",
-        split: str = "val",
+        self, root: str | Path, year: Year = "2017", resolution: str = "480p", split: str = "val"
     ) -> None:
         if year not in ("2016", "2017"):
             raise UserError(f"DAVIS of {year!r}: expected 2016 or 2017")
@@ -242,17 +227,17 @@ class Davis(Sequence[DavisVideo]):
             if not folder.is_dir():
                 raise DataError(f"{folder}: no such folder; expected the folder of DAVIS {year}")
         names = self._names(resolution, split)
-        self._videos = [_davis_video(name, frames / name, masks / name, year) for name in names]
+        super().__init__(_davis_video(name, frames / name, masks / name, year) for name in names)
 
     def _names(self, resolution: str, split: str) -> list[str]:
-        # The download of 2017 has a list of 2016 as well, in another place than that of 2016.
+        # The download of 2017 also has a list of 2016, but elsewhere than the download of 2016.
         places = (self.year, resolution) if self.year == "2016" else (self.year,)
         lists = [self.root / "ImageSets" / place / f"{split}.txt" for place in places]
         path = next((path for path in lists if path.is_file()), None)
         if path is None:
             raise DataError(f"{lists[0]}: no such file; it lists the videos of the split {split}")
         words = [line.split()[0] for line in path.read_text("utf-8").splitlines() if line.strip()]
-        # A video a line, or in the download of 2016 "/JPEGImages/480p/bear/00000.jpg /Anno...".
+        # One video per line, or in the download of 2016 "/JPEGImages/480p/bear/00000.jpg /Anno...".
         names = dict.fromkeys(Path(word).parent.name if "/" in word else word for word in words)
         if not names:
             raise DataError(f"{path}: empty; expected the name of a video on every line")
@@ -261,19 +246,9 @@ class Davis(Sequence[DavisVideo]):
     def __str__(self) -> str:
         return str(self.root)
 
-    def __len__(self) -> int:
-        return len(self._videos)
-
     def files(self) -> Iterator[Path]:
-        """Where frames and masks are."""
-        return (file for video in self._videos for file in video.files)
-
-    @overload
-    def __getitem__(self, i: int) -> DavisVideo: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[DavisVideo]: ...
-    def __getitem__(self, i: int | slice) -> DavisVideo | list[DavisVideo]:
-        return self._videos[i]
+        """Paths of all frames and masks."""
+        return (file for video in self for file in video.files)
 
 
 def _davis_video(name: str, frames: Path, masks: Path, year: Year) -> DavisVideo:
@@ -288,7 +263,7 @@ def _davis_video(name: str, frames: Path, masks: Path, year: Year) -> DavisVideo
 
 
 def read_mask(path: Path) -> Bytes:
-    """The numbers in an indexed or grey PNG, (H, W)."""
+    """Reads the object numbers (H, W) of an indexed or grey PNG."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
             if image.mode not in ("P", "L", "1"):
@@ -299,7 +274,7 @@ def read_mask(path: Path) -> Bytes:
 
 
 def write_mask(ids: Bytes, path: Path) -> None:
-    """An indexed PNG with the colours of DAVIS, as its evaluation reads it."""
+    """Writes an indexed PNG with the colours of DAVIS, as its evaluation expects."""
     image = Image.fromarray(ids)
     image.putpalette(PALETTE.tobytes())
     image.save(path)

@@ -1,9 +1,9 @@
-"""Worker processes that read images, and what is said when one of them dies.
+"""Worker processes that read images, and error messages that name the image when one dies.
 
-Every worker has a pipe of its own, whose other end closes when the worker dies, however it dies;
-torch's DataLoader shares one queue between all, where a kill at the wrong moment blocks everybody.
-A worker notes in shared memory which image it is at, so that a message can name it, and sets an
-alarm that kills it should the image take too long.
+Every worker has its own pipe, whose other end closes however the worker dies; torch's DataLoader
+shares one queue, where a kill at the wrong moment blocks all workers. A worker records in shared
+memory which image it reads, so that a message can name it, and sets an alarm that kills it if the
+image takes too long.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,55 +24,48 @@ from torch.utils.data import Dataset
 
 from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
+from stopmim.data.images import Images
 
-AHEAD = 2  # lists of keys that a worker has at a time: one to work on, one so as not to wait
-LONG = 8192  # keys; two longer lists, and an answer, could fill a pipe from both ends
-ORPHAN_SECONDS = 5.0  # between two looks whether the parent still lives
+AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
+LONG = 8192  # keys; two longer lists and an answer could fill a pipe from both ends
+ORPHAN_SECONDS = 5.0  # between checks that the parent is alive
 
-# From Python 3.14 on the default is a server, which would be sent all images and run the script of
-# whoever calls us once more for every worker.
+# The default since Python 3.14 is a server process, which would receive a copy of all images and
+# run the caller's script again for every worker.
 _processes: Any = mp.get_context("fork" if sys.platform == "linux" else None)
 
-_number: int | None = None  # of this worker; None in the process that trains
-
-
-class Readable(Protocol):
-    """What this module needs of `stopmim.data.Images`."""
-
-    def read(self, i: int) -> np.ndarray: ...
-
-    def name(self, i: int) -> str: ...
+_number: int | None = None  # of this worker; None in the training process
 
 
 class Failure(NamedTuple):
-    """What a worker sends in the place of a batch."""
+    """Sent by a worker instead of a batch."""
 
     reason: str
-    image: int | None  # that was being read
+    image: int | None  # being read at the time
 
 
 def cores() -> int:
-    """Cores this process may use, which can be fewer than the machine has."""
+    """Number of cores this process may use, possibly fewer than the machine has."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 class Watched:
-    """The reading of `images`, by this process or by `workers` others: noted, and timed.
+    """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
     Args:
-        timeout: seconds that a worker may take for one image; 0 is as long as it likes.
+        timeout: seconds that a worker may take for one image; 0 for no limit.
     """
 
-    def __init__(self, images: Readable, workers: int, timeout: float) -> None:
+    def __init__(self, images: Images, workers: int, timeout: float) -> None:
         self.images, self.workers, self.timeout = images, workers, timeout
-        self.reading = torch.full((workers,), -1).share_memory_()  # image that each worker is at
+        self.reading = torch.full((workers,), -1).share_memory_()  # current image of each worker
 
     def read(self, i: int) -> np.ndarray:
         if _number is None:
             return self.images.read(i)
         self.reading[_number] = i
-        # Nothing handles this alarm: it ends the process, even from within a C library that hangs.
+        # Nothing handles this alarm: it kills the process even while a C library hangs.
         signal.setitimer(signal.ITIMER_REAL, self.timeout)
         try:
             pixels = self.images.read(i)
@@ -85,7 +78,7 @@ class Watched:
         return pixels
 
     def at(self, worker: int) -> int | None:
-        """The image that a worker is reading, or died or failed of."""
+        """The image that a worker is reading, or was reading when it died or failed."""
         return int(self.reading[worker]) if self.reading[worker] >= 0 else None
 
 
@@ -95,10 +88,10 @@ def batches(
     collate: Callable[[list[Any]], Any],
     watched: Watched,
 ) -> Iterator[Any]:
-    """`collate` of the samples of `dataset` for each list of keys, in order.
+    """Yields `collate` of the samples of `dataset` for each list of keys, in order.
 
     Raises:
-        ResourceError: a worker died, hung or raised; it names the image that was being read.
+        ResourceError: a worker died, hung or raised; the message names the image it was reading.
     """
     if not watched.workers:
         yield from (collate([dataset[key] for key in part]) for part in keys)
@@ -136,8 +129,8 @@ class _Worker:
             target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
         )
         self.process.start()
-        atexit.register(self.process.kill)  # the SIGTERM of multiprocessing would be ignored
-        theirs.close()  # the worker has the only one: it closes with the worker
+        atexit.register(self.process.kill)  # workers ignore the SIGTERM of multiprocessing
+        theirs.close()  # now only the worker holds it: it closes when the worker dies
 
     def send(self, keys: list[Any]) -> None:
         try:
@@ -156,37 +149,36 @@ class _Worker:
 
     def end(self) -> None:
         self.pipe.close()
-        self.process.kill()  # it holds nothing that anybody needs, and may be deep in a bad file
+        self.process.kill()  # it holds no state, and may be stuck in a bad file
         self.process.join()
         atexit.unregister(self.process.kill)
 
     def _death(self) -> ResourceError:
         self.process.join(1.0)
         code, image = self.process.exitcode or 0, self.watched.at(self.number)
-        name = None if image is None else self.watched.images.name(image)
-        if code == -signal.SIGALRM:
+        if code == -signal.SIGALRM and image is not None:
             return ResourceError(
-                f"{name}: still not read after {self.watched.timeout:g} s; mend or remove it, or "
-                f"allow more with --runtime.worker_timeout"
+                f"{self.watched.images.name(image)}: not read within {self.watched.timeout:g} s; "
+                f"fix or remove it, or allow more with --runtime.worker_timeout"
             )
         if code == -signal.SIGBUS:
             return self._no_room()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a worker process died{f' while reading {name}' if name else ''} ({how}); "
-            f"if memory ran out, try {self._fewer()}; if it is the image, remove it"
+            f"a worker process died{self._while_reading(image)} ({how}); "
+            f"if memory ran out, try {self._fewer()}; if the image is at fault, remove it"
         )
 
     def _failure(self, failure: Failure) -> ResourceError:
         if "no shared memory" in failure.reason:
             return self._no_room()
-        where = ""
-        if failure.image is not None:
-            where = f" while reading {self.watched.images.name(failure.image)}"
         return ResourceError(
-            f"a worker process failed{where}: {failure.reason}; "
+            f"a worker process failed{self._while_reading(failure.image)}: {failure.reason}; "
             f"--runtime.workers 0 --debug shows where"
         )
+
+    def _while_reading(self, image: int | None) -> str:
+        return "" if image is None else f" while reading {self.watched.images.name(image)}"
 
     def _no_room(self) -> ResourceError:
         return ResourceError(
@@ -199,7 +191,7 @@ class _Worker:
 
 
 def shared(tensor: Tensor) -> Tensor:
-    """In a worker, `tensor` in shared memory, where it has to go anyway: here it fails in time."""
+    """In a worker, moves `tensor` to shared memory; `send` would, but not report a failure."""
     if _number is None:
         return tensor
     try:
@@ -209,20 +201,16 @@ def shared(tensor: Tensor) -> Tensor:
 
 
 def _work(
-    number: int,
-    pipe: Any,
-    dataset: Dataset[Any],
-    collate: Callable[..., Any],
-    watched: Watched,
+    number: int, pipe: Any, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
 ) -> None:
-    """The life of a worker: keys in, batches out, until the pipe closes."""
+    """Main loop of a worker: keys in, batches out, until the pipe closes."""
     global _number
     _number, parent = number, os.getppid()
-    # Ctrl-C reaches every process of a terminal: workers go on until the run has saved.
+    # Ctrl-C reaches every process of a terminal: workers continue until the run has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # libtiff reports every damaged file there; what a worker has to say goes through the pipe.
+    # libtiff complains on stderr about every damaged file; our errors go through the pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     while True:

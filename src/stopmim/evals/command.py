@@ -9,7 +9,7 @@ from stopmim.base.errors import StorageError, UserError
 from stopmim.base.files import append_jsonl
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Some, source
+from stopmim.data.subset import Subset, underlying
 from stopmim.data.videos import Year
 from stopmim.evals import table
 from stopmim.evals.compare import compare
@@ -96,7 +96,7 @@ def asked(
 ) -> tuple[list[Result], dict[str, Any]]:
     """The results of `protocols`, and the facts that are noted with each."""
     train, test = _images(request, encoder)
-    if request.videos is None and isinstance(source(test), Scenes):
+    if request.videos is None and isinstance(underlying(test), Scenes):
         request = dataclasses.replace(request, videos="scenes")
     options = options_of(request, encoder, protocols, test)
     facts = _facts(name, request, train, test)
@@ -162,10 +162,10 @@ def tuned(
         y, _ = paired_labels(train, test, label)
         part, many, found = train, "", list[list[Result]]()
         if request.list is not None:
-            part, many = Some(train, listed(train, request.list)), f"{request.list.name}, "
+            part, many = Subset(train, listed(train, request.list)), f"{request.list.name}, "
         elif request.per_class:
             index = per_class(y, request.per_class, request.seed)
-            part, many = Some(train, index), f"{int(y[index].bincount().max())}/class, "
+            part, many = Subset(train, index), f"{int(y[index].bincount().max())}/class, "
         for start in (encoder, untrained(encoder, request.seed)) if beside else (encoder,):
             found.append(
                 finetune(

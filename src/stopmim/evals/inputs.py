@@ -15,7 +15,7 @@ from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import held_out, source
+from stopmim.data.subset import split_by_class, underlying
 from stopmim.evals.views import View
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
 from stopmim.method.positions import sincos_2d
@@ -75,7 +75,7 @@ def native_size(encoder: Encoder) -> int:
 def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
     """The usual view: 256 px and then the middle 224 of photographs, all of a rendered scene."""
     size = size or native_size(encoder)
-    return View(size if isinstance(source(images), Scenes) else round(size * 256 / 224), size)
+    return View(size if isinstance(underlying(images), Scenes) else round(size * 256 / 224), size)
 
 
 def open_pair(
@@ -108,7 +108,7 @@ def open_pair(
                     f"--hold-out {hold_out:g}: {data} has a test part: leave --hold-out out, or "
                     f"give the training images alone as --data"
                 )
-            return held_out(without_skipped(open_images(data), skip), hold_out, seed)
+            return split_by_class(without_skipped(open_images(data), skip), hold_out, seed)
         return both_without_skipped(open_images(data, "train"), open_images(data, "test"), skip)
     if train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")
@@ -121,7 +121,7 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
     if not common:
         raise DataError("eval: the images have no labels: put them in one folder per class")
     if not wanted:
-        if isinstance(source(train), Scenes):
+        if isinstance(underlying(train), Scenes):
             wanted = [name for name in common if name in QUESTIONS]
         else:  # beside a class, other numbers are facts about the file, as its width
             wanted = ["class"] if "class" in common else common

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stopmim.base.console import say
 from stopmim.base.errors import DataError
 from stopmim.data.images import Images
-from stopmim.data.subset import Some
+from stopmim.data.subset import Subset
 from stopmim.data.videos import Year, open_videos
 from stopmim.evals import cache
 from stopmim.evals.features import frozen, rankme
@@ -291,7 +291,7 @@ def _lowshot(kit: _Kit, label: str) -> Iterator[Measured]:
     if "train_x" in vars(kit) and view == kit.view:
         x = kit.train_x[index]
     else:
-        x = kit.features(Some(kit.train, index), view)
+        x = kit.features(Subset(kit.train, index), view)
     test_x = kit.test_x if view == kit.view else kit.features(kit.test, view)
     if len(y[index].unique()) < 2:
         raise DataError(f"{label}: the {len(index)} chosen images are all of one class")

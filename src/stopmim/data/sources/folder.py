@@ -1,4 +1,4 @@
-"""A plain folder of images, nested or flat, with or without classes."""
+"""A plain folder of image files, nested or flat, with or without classes."""
 
 import hashlib
 import os
@@ -12,7 +12,9 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.sources.names import Names
+from stopmim.data.sources.paths import PackedPaths, printable
+from stopmim.data.sources.source import Source, Split, no_split
+from stopmim.data.stamps import stamp_files
 
 EXTENSIONS = ("jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
 SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
@@ -23,72 +25,36 @@ MAX_BYTES = 2**30
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 
 
-def printable(path: str | bytes) -> str:
-    """One line of valid Unicode that names a file, for logs and JSON; different for every path.
-
-    Control characters, bytes that are not UTF-8, and the backslash itself come out escaped.
-    """
-    text = os.fsencode(path).decode("utf-8", "surrogateescape")
-    return "".join(
-        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def file_names(paths: Sequence[str]) -> list[str]:
-    """What to call each of these files: its base name, as `printable` writes it.
-
-    If two have the same, all are called by their paths below the folder that they are all in.
-    """
-    names = [os.path.basename(path) for path in paths]
-    if len(set(names)) < len(names):
-        common = os.path.commonpath([os.path.dirname(path) for path in paths])
-        names = [os.path.relpath(path, common) for path in paths]
-    return [printable(name) for name in names]
-
-
 class Files:
-    """Image files with given paths below `root`.
-
-    Attributes:
-        labels: name of a label -> (n,) int64.
-        classes: what the numbers of "class" mean, where they mean something.
-        fingerprint: sha256 of all relative paths and file sizes.
-    """
+    """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
     labels: dict[str, np.ndarray]
     classes: list[str]
     fingerprint: str
 
     def __init__(self, root: Path | str, paths: Sequence[bytes]) -> None:
-        self._place(root)
+        self._set_root(root)
         self.labels, self.classes = {}, []
         outside = [p for p in paths if p.startswith(b"/") or b".." in p.split(b"/") or b"\0" in p]
         if outside:
-            raise DataError(
-                f"{printable(str(root))}: {printable(outside[0])}: not a path below this folder"
-            )
-        self._paths = Names.of(paths)
+            raise DataError(f"{printable(root)}: {printable(outside[0])}: not a path below it")
+        self._paths = PackedPaths.pack(paths)
         sizes = _sizes(self._root, paths)
         if missing := np.flatnonzero(sizes < 0).tolist():
             raise DataError(
-                f"{printable(str(root))}: {len(missing)} of {len(paths)} files are missing, first "
+                f"{printable(root)}: {len(missing)} of {len(paths)} files are missing, first "
                 f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
             )
         self.fingerprint = _hash(paths, sizes)
 
-    def _place(self, root: Path | str) -> None:
+    def _set_root(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
         self._root = os.fsencode(self.root) + b"/"
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def files(self) -> Iterator[bytes]:
-        """Where each image is."""
-        return (self._root + path for path in self._paths)
-
     def read(self, i: int) -> np.ndarray:
-        """Pixels of image `i`, (H, W, 3) uint8; `BadImageError` if there are none to be had."""
         try:
             with open(self._root + self._paths[i], "rb") as file:
                 if os.fstat(file.fileno()).st_size > MAX_BYTES:
@@ -99,50 +65,46 @@ class Files:
         return decode(data)
 
     def name(self, i: int) -> str:
-        """Path of image `i` relative to the root, as `printable` writes it."""
+        """Path of image `i` relative to the root."""
         return printable(self._paths[i])
+
+    def stamp(self) -> str:
+        return stamp_files(self._root + path for path in self._paths)
 
 
 class Folder(Files):
-    """Every image file below `root`, sorted by its path; hidden files and folders are left out.
+    """Every image file below `root`, sorted by path, without hidden files and folders.
 
-    A folder that is reached twice, as through a looping link, counts once, under its real path
-    where it has one below `root`. Only regular files are ever opened: a pipe would wait for ever.
+    A folder that is reached twice, as through a looping link, counts once, under its real path if
+    that lies below `root`. Only regular files are opened: a pipe would block forever. The index of
+    a large folder is cached while its folders and `SPOT_CHECKS` file sizes do not change.
 
-    The index of a large folder is kept (cache.py) and used again as long as no folder in it has
-    changed, which is how files that come, go or get another name are noticed, and as long as 1,000
-    files, evenly spread, have their old sizes. A few files that were overwritten in place by others
-    of another size go unnoticed until then: the fingerprint is that of the stored sizes.
-
-    Attributes:
-        labels: "class" -> (n,) int64 into `classes`, if every image lies in one of at least two
-            sub-folders of `root`; otherwise empty.
-        classes: names of these sub-folders, sorted; or those given, if any were.
-        unreadable: folders and links that could not be followed, for the user to see.
+    The label "class" is the first folder of a path, if every image lies in one of at least two; it
+    indexes `classes`, by default the sorted names of these folders.
     """
 
     def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:
-        self._place(root)
+        self._set_root(root)
         self.unreadable: list[str] = []
-        name = printable(os.fspath(root))
+        name = printable(root)
         if not os.path.exists(root):
             raise DataError(f"{name}: no such folder; give a folder of images")
         if not os.path.isdir(root):
             raise DataError(f"{name}: not a folder; give the folder that holds the images")
-        index = self._stored() or self._index(name)
-        self._paths = Names(index["names"], index["offsets"])
+        index = self._load_index() or self._make_index(name)
+        self._paths = PackedPaths(index["names"], index["offsets"])
         self.fingerprint = index["fingerprint"].tobytes().decode()
-        found = [printable(c) for c in Names(index["classes"], index["class_offsets"])]
+        found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
         self.classes = list(classes) or (found if len(found) > 1 else [])
         self.labels = {}
         if found and self.classes:
             if unknown := sorted(set(found) - set(self.classes)):
                 raise DataError(f"{name}: class {unknown[0]} is not among those of training")
-            # From the classes found here to those given: a test set may lack some.
+            # Maps the classes found here to the given ones: a test set may lack some.
             numbers = np.array([self.classes.index(c) for c in found], np.int64)
             self.labels = {"class": numbers[index["label"]]}
 
-    def _index(self, name: str) -> dict[str, np.ndarray]:
+    def _make_index(self, name: str) -> dict[str, np.ndarray]:
         began = time.time_ns()
         visited: dict[bytes, int] = {}
         paths = sorted(scan(self._root, visited, self.unreadable))
@@ -155,7 +117,8 @@ class Folder(Files):
                 f"{name}: no images in this folder or below{closed}; "
                 f"looked for files that end in {', '.join(EXTENSIONS)}"
             )
-        sizes, names, folders = _sizes(self._root, paths), Names.of(paths), Names.of(list(visited))
+        sizes, names = _sizes(self._root, paths), PackedPaths.pack(paths)
+        folders = PackedPaths.pack(list(visited))
         classes, label = _classes(paths)
         index = {
             "names": names.text,
@@ -174,27 +137,27 @@ class Folder(Files):
             cache.store("folder", self._root, index)
         return index
 
-    def _stored(self) -> dict[str, np.ndarray] | None:
-        """The index that was kept, if it is still true."""
+    def _load_index(self) -> dict[str, np.ndarray] | None:
+        """The cached index, if it is still valid."""
         if (index := cache.load("folder", self._root)) is None:
             return None
-        folders = Names(index["folders"], index["folder_offsets"])
+        folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
             times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
         except OSError:
             return None
-        names = Names(index["names"], index["offsets"])
-        some = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
-        sizes = _sizes(self._root, [names[i] for i in some.tolist()])
-        is_true = times == index["times"].tolist() and np.array_equal(sizes, index["sizes"][some])
-        return index if is_true else None
+        names = PackedPaths(index["names"], index["offsets"])
+        checked = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
+        sizes = _sizes(self._root, [names[i] for i in checked.tolist()])
+        same_sizes = np.array_equal(sizes, index["sizes"][checked])
+        return index if same_sizes and times == index["times"].tolist() else None
 
 
 def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Iterator[bytes]:
-    """Relative paths of all images below `root`, in no order. As bytes: not all are valid UTF-8.
+    """Relative paths of all images below `root`, unordered. As bytes: not all are valid UTF-8.
 
-    Enters every folder in `visited`, with the time of its last change, and what could not be
-    followed in `unreadable`.
+    Adds every folder to `visited`, with its modification time, and whatever could not be followed
+    to `unreadable`.
     """
     seen: set[tuple[int, int]] = set()
     folders, links = [b""], list[bytes]()
@@ -227,12 +190,12 @@ def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Itera
 
 
 def holds_images(root: Path | str | bytes) -> bool:
-    """Whether there is an image at any depth; looks no further than the first."""
+    """Whether there is an image at any depth; stops at the first."""
     return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
 
 
 def subfolders(root: bytes) -> list[bytes]:
-    """Names of the folders in `root` that are not hidden; none if it cannot be read."""
+    """Sorted names of the folders in `root` that are not hidden; none if it cannot be read."""
 
     def is_folder(entry: os.DirEntry[bytes]) -> bool:
         return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
@@ -245,11 +208,11 @@ def subfolders(root: bytes) -> list[bytes]:
 
 
 def class_folders(root: Path | str) -> list[str]:
-    """What `Folder(root).classes` would be, without looking at every file."""
+    """`Folder(root).classes`, without listing every file."""
     place = os.fsencode(os.path.abspath(root))
     folders = subfolders(place)
     if any(os.path.islink(place + b"/" + name) for name in folders):
-        # What a link leads to may count elsewhere: only a look at every folder tells.
+        # The target of a link may count elsewhere: only a full scan tells.
         found = list(_classes(list(scan(place + b"/", {}, [])))[0])
     else:
         found = [name for name in folders if holds_images(place + b"/" + name)]
@@ -265,7 +228,7 @@ def _is_image(folder: bytes, name: bytes) -> bool:
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
-    """(n,) int64; -1 for what is not there, or not a regular file."""
+    """File sizes, (n,) int64; -1 for what is missing or not a regular file."""
 
     def size(path: bytes) -> int:
         try:
@@ -284,11 +247,20 @@ def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _classes(paths: Sequence[bytes]) -> tuple[Names, np.ndarray]:
-    """The first folders of all paths, sorted, and which is whose; none if a path has no folder."""
+def _classes(paths: Sequence[bytes]) -> tuple[PackedPaths, np.ndarray]:
+    """Sorted first folders of all paths, and each path's index; none if a path has no folder."""
     if not all(b"/" in path for path in paths):
-        return Names.of([]), np.zeros(0, np.int64)
+        return PackedPaths.pack([]), np.zeros(0, np.int64)
     names = sorted({path.partition(b"/")[0] for path in paths})
     index = {name: i for i, name in enumerate(names)}
     label = (index[path.partition(b"/")[0]] for path in paths)
-    return Names.of(names), np.fromiter(label, np.int64, len(paths))
+    return PackedPaths.pack(names), np.fromiter(label, np.int64, len(paths))
+
+
+def _open(text: str, split: Split | None) -> Folder:
+    if split is not None:
+        raise no_split(text, split)
+    return Folder(text)
+
+
+FOLDER = Source("folder", _open, recognise=os.path.isdir)

@@ -10,36 +10,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.decode import BadImageError, decode
+from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.sources.arrays import label_name
-from stopmim.data.sources.folder import file_names, printable
+from stopmim.data.sources.paths import file_names, printable
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
+from stopmim.data.sources.source import Source
 
-CACHE_BYTES = 2**28  # of row groups, in each process; at least one is kept
-MAX_GROUP = 2**31  # bytes of the least that can be read at a time
+CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
+MAX_GROUP = 2**31  # bytes of a row group, which is read whole
 MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
 
 
 class Contents(NamedTuple):
-    """What a file says of itself."""
+    """Metadata and labels of one file."""
 
-    column: str  # of images
+    column: str  # that holds the images
     classes: list[str]
     groups: list[tuple[int, int]]  # rows and bytes of each row group
     labels: dict[str, np.ndarray]
 
 
-class Parquet:
+class Parquet(Shards):
     """The images of Parquet files, in the order of the files and of their rows.
 
-    A row group is the least that can be read; each process keeps those it used last. `window`, what
-    the order mixes at a time, is chosen so that half of `CACHE_BYTES` holds it.
-
-    Attributes:
-        labels: every integer column without gaps; "label", "labels" and "y" are called "class".
-        classes: names of "class", if the schema has them.
-        fingerprint: sha256 of names and sizes of the files, and rows and bytes of their row groups.
-        unreadable: files that could not be used, and why.
-        chunks: where each row group begins.
+    A row group is the smallest unit of reading; each process keeps the most recent ones. Half of
+    `CACHE_BYTES` holds the `window` of images that the order of an epoch mixes at a time.
+    Labels are the integer columns without nulls. Damaged files are ignored, as `unreadable`.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -51,9 +47,9 @@ class Parquet:
         self._file_names = list[str]()
         for path, name in zip(paths, file_names(paths), strict=True):
             try:
-                contents, size = _look(path), os.stat(path).st_size
+                contents, size = _read_contents(path), os.stat(path).st_size
             except (arrow.ArrowException, OSError) as error:
-                self.unreadable.append(f"{name}: {_reason(error)}")
+                self.unreadable.append(f"{name}: {one_line(error)}")
                 continue
             found.append(contents)
             self.files.append(path)
@@ -81,15 +77,11 @@ class Parquet:
         bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
         self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
-    def __len__(self) -> int:
-        return int(self.chunks[-1])
-
-    def __getstate__(self) -> dict[str, Any]:  # for a spawned process, which reads its own
+    def __getstate__(self) -> dict[str, Any]:  # a spawned process reads its own
         return self.__dict__ | {"_cached": OrderedDict()}
 
     def read(self, i: int) -> np.ndarray:
-        """Pixels of image `i`, (H, W, 3) uint8."""
-        group = self._group(i)
+        group = self._chunk(i)
         value = self._read_group(group)[i - int(self.chunks[group])].as_py()
         data = value and value["bytes"]
         if data is None:
@@ -97,15 +89,9 @@ class Parquet:
         return decode(data)
 
     def name(self, i: int) -> str:
-        """File and row."""
-        file = self._groups[self._group(i), 0]
-        first = np.searchsorted(self._groups[:, 0], file)  # row group of this file
+        file = self._groups[self._chunk(i), 0]
+        first = np.searchsorted(self._groups[:, 0], file)  # row group of the file
         return f"{self._file_names[file]} row {i - self.chunks[first]}"
-
-    def _group(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(f"image {i} of {len(self)}")
-        return int(np.searchsorted(self.chunks, i, side="right")) - 1
 
     def _read_group(self, group: int) -> Any:
         if group in self._cached:
@@ -114,12 +100,12 @@ class Parquet:
         file, number = self._groups[group].tolist()
         arrow, parquet = _pyarrow(self.files[file])
         try:
-            # One thread: the pool of threads of a parent does not live on in a forked worker.
+            # One thread: a forked worker does not inherit the thread pool of its parent.
             with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
                 columns = [f"{self._column}.bytes"]
                 table = opened.read_row_group(number, columns=columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
-            raise BadImageError(_reason(error)) from None
+            raise BadImageError(one_line(error)) from None
         held = self._cached[group] = table.column(self._column)
         while len(self._cached) > 1 and sum(c.nbytes for c in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
@@ -137,11 +123,7 @@ def _pyarrow(source: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:100]
-
-
-def _look(path: str) -> Contents:
+def _read_contents(path: str) -> Contents:
     arrow, parquet = _pyarrow(path)
     types, name = arrow.types, printable(os.path.basename(path))
 
@@ -166,7 +148,7 @@ def _look(path: str) -> Contents:
     vast = max((group.total_byte_size for group in groups), default=0)
     if vast > MAX_GROUP:
         raise DataError(
-            f"{name}: a row group of {vast} bytes; write the file again with row_group_size=100"
+            f"{name}: a row group of {vast} bytes; rewrite the file with row_group_size=100"
         )
     whole = [column for column in numbers if table.column(column).null_count == 0]
     labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
@@ -175,7 +157,7 @@ def _look(path: str) -> Contents:
 
 
 def _class_names(schema: Any) -> list[str]:
-    """Of the ClassLabel that becomes "class", from what `datasets` writes beside the schema."""
+    """Names of the ClassLabel that becomes "class", from the metadata that `datasets` writes."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return next(
@@ -185,3 +167,11 @@ def _class_names(schema: Any) -> list[str]:
         )
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         return []
+
+
+PARQUET = Source(
+    "parquet",
+    lambda text, split: Parquet(find_shards(text, ".parquet", split)),
+    suffix=".parquet",
+    recognise=lambda text: names_shards(text, ".parquet"),
+)

@@ -1,497 +1,72 @@
-"""Scenes in the manner of CLEVR, drawn here: embedded data with exact labels and no download.
-
-A scene is a small value; `render` turns it into an image and a map of which body is where. The
-camera stands over the origin and looks along +y and down; x is to the right, z is up. Lengths are
-CLEVR's, so that the thresholds of CLEVR/Dist apply as they are.
-
-Images are equal to the last bit on every machine. Hence float64 throughout; + - * / sqrt floor
-and comparisons only (IEEE 754 rounds these correctly, but not sin, exp or pow); no matrix product
-and no sum along an axis (their order depends on the width of the SIMD unit).
-
-Shapes: B scenes, O bodies in all of them, K bodies in tiles of T x T rays, M rays that hit.
-"""
+"""Rendered scenes: embedded data with exact labels and no download."""
 
 import os
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import product, repeat
-from math import sqrt
-from typing import Any, NamedTuple
+from itertools import repeat
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stopmim.base.random_keys import seed_of
+from stopmim.base.errors import UserError
+from stopmim.data.render import render_all
+from stopmim.data.scene import LABELS, labels_of, sample
+from stopmim.data.sources.arrays import Arrays
+from stopmim.data.sources.source import Source, Split
 
-VERSION = 1  # in the fingerprint: a change of any pixel or label needs a new one
+VERSION = 1  # in the fingerprint: increase it with any change of a pixel or label
 
-SHAPES = ("cube", "sphere", "cylinder")
-CUBE, SPHERE, CYLINDER = range(3)
-COLOURS = ("gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow")
-FEWEST, MOST = 3, 10  # bodies
-THRESHOLDS = (8.0, 8.5, 9.0, 9.5, 10.0)  # of CLEVR/Dist, less its last (100), which none reaches
-LABELS = {"count": 8, "distance": 6, "shape": 3, "colour": 8}  # name -> number of classes
-
-NEAREST, FARTHEST = (7.65, 10.4), 14.6  # depths; the first range makes six classes alike in size
-SIZES, GAP = (0.4, 0.68), 0.15  # of bodies, and between their feet
-# By shape: half the height of a body of size 1 (so that bulks look alike); then, with half the
-# height as unit, the radii of the disc it stands in and of the ball around it.
-HALF, FOOT, BALL = (0.8, 1.0, 0.92), (sqrt(2.0), 1.0, 1.0), (sqrt(3.0), 1.0, sqrt(2.0))
-TRIES = 60  # places looked at for a body
-
-GRID = 2  # a pixel is the mean of GRID x GRID rays; the map of bodies is written for 2
-PIXELS = 2**19  # rendered at once: many, or threads wait for each other, but not too many to cache
+PIXELS = 2**19  # rendered at once: enough to keep threads from waiting, but few enough for caches
 BATCH = 2048  # scenes sampled at once
-FILL = (0.62, 0.2, 0.76)  # direction of the second lamp; the first is the scene's own
-TINT = (1.0, 0.99, 0.97)  # of the ground
-GREYS = np.array([[int(v * t + 0.5) for t in TINT] for v in range(256)], np.uint8)
-# sRGB of COLOURS, from CLEVR's image_generation/data/properties.json, made linear with gamma 2.
-_RED, _GREEN = (87, 173, 42, 29, 129, 129, 41, 255), (87, 35, 75, 105, 74, 38, 208, 238)
-_BLUE = (87, 35, 215, 20, 25, 192, 208, 51)
-PALETTE = np.array([[(v / 255.0) * (v / 255.0) for v in c] for c in (_RED, _GREEN, _BLUE)])
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-Column = NDArray[Any]
+DEFAULT = (8192, 64, 0)  # count, size and seed
 
 
-@dataclass(frozen=True)
-class Body:
-    """A thing on the ground at (x, y), turned about the vertical by 2 atan(turn)."""
+class Scenes(Arrays):
+    """`n` rendered scenes in memory, with the labels of `labels_of`."""
 
-    shape: int
-    colour: int
-    metal: bool
-    half: float  # half its height: it is as wide and as deep as it is high
-    x: float
-    y: float
-    turn: float
-
-
-@dataclass(frozen=True)
-class Scene:
-    """All there is to see. `dataclasses.replace` moves a body, the camera or the light."""
-
-    bodies: tuple[Body, ...]
-    height: float  # of the camera, which is at (0, 0, height)
-    tilt: float  # it looks down by 2 atan(tilt), so far that the ground fills the picture
-    spread: float  # tangent of half its field of view
-    light: tuple[float, float, float]  # direction to the first lamp, of length 1
-
-
-def rotation(half_tangent: float) -> tuple[float, float]:
-    """Cosine and sine of 2 atan(half_tangent)."""
-    square = half_tangent * half_tangent
-    return (1.0 - square) / (1.0 + square), 2.0 * half_tangent / (1.0 + square)
-
-
-def depths(scene: Scene) -> list[float]:
-    """Distance of each body's centre along the viewing axis, CLEVR's ``pixel_coords[2]``."""
-    c, s = rotation(scene.tilt)
-    return [body.y * c + (scene.height - body.half) * s for body in scene.bodies]
-
-
-def classes(scene: Scene) -> dict[str, int]:
-    """How many bodies there are; how far the nearest is, what shape and what colour it has."""
-    away = depths(scene)
-    nearest = away.index(min(away))
-    return {
-        "count": len(away) - FEWEST,
-        # Thresholds strictly below, as in vissl create_clevr_dist_data_files.py:58-80.
-        "distance": [limit < away[nearest] for limit in THRESHOLDS].count(True),
-        "shape": scene.bodies[nearest].shape,
-        "colour": scene.bodies[nearest].colour,
-    }
-
-
-def uniforms(*key: str | int) -> Iterator[float]:
-    """Numbers in [0, 1), without end."""
-    bits = np.random.Philox(key=seed_of(*key))
-    while True:
-        yield from ((bits.random_raw(64) >> np.uint64(11)) * 2.0**-53).tolist()
-
-
-def sample(seed: int, index: int) -> Scene:
-    """Scene `index` of `seed`. Its first body is the nearest; none touch, none is out of sight."""
-    draw = uniforms("scenes", seed, index).__next__
-    count = FEWEST + int((MOST + 1 - FEWEST) * draw())
-    near = NEAREST[0] + (NEAREST[1] - NEAREST[0]) * draw()
-    # The camera steps back from a far group: there is room for ten behind the nearest, and the
-    # place in the picture alone does not give the distance away.
-    height = 6.88 + 0.35 * (near - 9.0) + 0.4 * draw()
-    tilt, spread = 0.348 + 0.014 * draw(), 0.37 + 0.012 * draw()
-    lx, ly = -0.9 + 0.4 * draw(), -0.5 + 0.6 * draw()
-    norm = sqrt(lx * lx + ly * ly + 1.0)
-    c, s = rotation(tilt)
-
-    bodies: list[Body] = []
-    place: tuple[float, ...]  # x, y, foot, depth; then u, v and a disc's radius in the picture
-    taken: list[tuple[float, ...]] = []
-    for k in range(count):
-        shape, colour, size = int(3.0 * draw()), int(8.0 * draw()), SIZES[int(2.0 * draw())]
-        metal, turn = draw() < 0.5, (2.0 * draw() - 1.0) * 0.414  # up to 45 degrees either way
-        half = size * HALF[shape]
-        foot = half * FOOT[shape]
-        sunk, lift = (height - half) * s, (half - height) * c
-        limit, best, place = 0.98 * spread, -9.0, ()
-        for _ in range(TRIES):
-            depth = near + 0.05 + (FARTHEST - near) * draw() if k else near
-            x = (2.0 * draw() - 1.0) * (limit * (depth - foot) - foot)
-            y = (depth - sunk) / c
-            u, v, disc = x / depth, (y * s + lift) / depth, size / depth
-            room = 9.0  # least part of a disc, from its centre outwards, that another leaves free
-            for x1, y1, foot1, depth1, u1, v1, disc1 in taken:
-                dx, dy, apart = x - x1, y - y1, foot + foot1 + GAP
-                if dx * dx + dy * dy < apart * apart:
-                    room = -9.0
-                    break
-                du, dv = u - u1, v - v1
-                front, back = (disc1, disc) if depth > depth1 else (disc, disc1)
-                free = (sqrt(du * du + dv * dv) - front) / back
-                if free < room:
-                    room = free
-            if room > best:
-                best, place = room, (x, y, foot, depth, u, v, disc)
-                if room > 0.1:
-                    break
-        if not place:  # not one scene in 100,000; behind all others there always is room
-            y = max((y1 + foot1 for _, y1, foot1, *_ in taken), default=near) + foot + GAP
-            depth = y * c + sunk
-            place = (0.0, y, foot, depth, 0.0, (y * s + lift) / depth, size / depth)
-        taken.append(place)
-        bodies.append(Body(shape, colour, metal, half, place[0], place[1], turn))
-    return Scene(tuple(bodies), height, tilt, spread, (lx / norm, ly / norm, 1.0 / norm))
-
-
-class _Views(NamedTuple):
-    """Cameras and lamps of scenes, one array a column: (B,), or (K, 1, 1) against tiles."""
-
-    height: Column
-    ahead: Column  # cosine and sine of the angle it looks down by
-    down: Column
-    spread: Column
-    light_x: Column
-    light_y: Column
-    light_z: Column
-
-    def at(self, index: Any) -> "_Views":
-        return _Views(*(column[index] for column in self))
-
-
-class _Bodies(NamedTuple):
-    """Bodies of many scenes, one array a column: (O,), or (K, 1, 1) against tiles."""
-
-    scene: Column
-    number: Column  # in its scene, from 1
-    shape: Column
-    colour: Column
-    metal: Column
-    half: Column
-    x: Column
-    y: Column
-    cos: Column  # of its turn
-    sin: Column
-
-    def at(self, index: Any) -> "_Bodies":
-        return _Bodies(*(column[index] for column in self))
-
-
-def _tables(scenes: Sequence[Scene]) -> tuple[_Views, _Bodies]:
-    views = [(s.height, *rotation(s.tilt), s.spread, *s.light) for s in scenes]
-    bodies = [
-        # A turn of a round body cannot be seen.
-        (i, k, b.shape, b.colour, b.metal, b.half, b.x, b.y, *rotation(b.turn * (b.shape == CUBE)))
-        for i, scene in enumerate(scenes)
-        for k, b in enumerate(scene.bodies, 1)
-    ]
-    columns = np.array(bodies, np.float64).reshape(len(bodies), len(_Bodies._fields)).T
-    whole, real = columns[:5].astype(np.int64), columns[5:].copy()
-    return _Views(*np.array(views, np.float64).T.copy()), _Bodies(*whole, *real)
-
-
-def _tiles(
-    view: _Views, x: Floats, y: Floats, z: Floats, radius: Floats, cells: int, step: int
-) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Squares of a picture of cells x cells around balls: which (K,), rows (K, T, 1), columns.
-
-    T is a multiple of `step`, so that there are few groups and each is one piece of array work.
-    """
-    along = y * view.ahead + (view.height - z) * view.down
-    above = y * view.down + (z - view.height) * view.ahead
-    starts, sides = [], np.zeros(len(x))
-    for across in (-above, x):
-        # Tangents from the eye to the ball: exact, so that no pixel of it is left out.
-        root = radius * np.sqrt(across * across + along * along - radius * radius)
-        scale = 0.5 * cells / (view.spread * (along * along - radius * radius))
-        starts.append(np.floor((across * along - root) * scale + 0.5 * cells))
-        stop = np.floor((across * along + root) * scale + 0.5 * cells) + 1.0
-        sides = np.maximum(sides, stop - starts[-1])
-    sides = np.minimum(-np.floor(-sides / step) * step, cells)
-    for side in np.unique(sides):
-        group = np.flatnonzero(sides == side)
-        top, left = (np.clip(a[group], 0, cells - side).astype(np.int64) for a in starts)
-        offset = np.arange(int(side))
-        yield group, (top[:, None] + offset)[:, :, None], (left[:, None] + offset)[:, None, :]
-
-
-def _rays(view: _Views, rows: Ints, columns: Ints, cells: int) -> tuple[Floats, Floats, Floats]:
-    """x, y, z of rays through cells, as long as to reach depth 1: a ray's parameter is a depth."""
-    right = ((2 * columns + 1) / cells - 1.0) * view.spread
-    up = (1.0 - (2 * rows + 1) / cells) * view.spread
-    return right, view.ahead + up * view.down, up * view.ahead - view.down
-
-
-def _slab(half: Floats, eye: Floats, ray: Floats) -> tuple[Floats, Floats]:
-    """Depths at which rays enter and leave ``-half < coordinate < half``."""
-    inverse = 1.0 / ray
-    middle, reach = eye * -inverse, half * np.abs(inverse)
-    return middle - reach, middle + reach
-
-
-def _round(a: Floats, b: Floats, c: Floats) -> tuple[Floats, Floats]:
-    """Depths at which rays enter and leave ``a t t + 2 b t + c < 0``; equal if they do not."""
-    root = np.sqrt(np.maximum(b * b - a * c, 0.0))
-    return (-b - root) / a, (root - b) / a
-
-
-def _power(x: Floats, doublings: int) -> Floats:
-    for _ in range(doublings):
-        x = x * x
-    return x
-
-
-def _hits(
-    shape: int, those: Ints, views: _Views, bodies: _Bodies, size: int
-) -> Iterator[tuple[Column, ...]]:
-    """Rays that meet those bodies, hidden or not: body, cell, depth, x, y, z, each (M,).
-
-    The rays of a pixel are neighbours: cell // GRID**2 is the pixel.
-    """
-    cells = size * GRID
-    bodies, views = bodies.at(those), views.at(those)
-    radius = bodies.half * BALL[shape]
-    for group, rows, columns in _tiles(views, bodies.x, bodies.y, bodies.half, radius, cells, 16):
-        b, view = bodies.at((group, None, None)), views.at((group, None, None))
-        x, y, z = _rays(view, rows, columns, cells)  # (K, 1, T), (K, T, 1), (K, T, 1)
-        ex, ey, ez = -b.x, -b.y, view.height - b.half  # the eye, from the body's centre
-        if shape == SPHERE:
-            c = ex * ex + ey * ey + ez * ez - b.half * b.half
-            enter, leave = _round(x * x + (y * y + z * z), x * ex + (y * ey + z * ez), c)
-        else:
-            enter, leave = _slab(b.half, ez, z)
-            if shape == CYLINDER:
-                c = ex * ex + ey * ey - b.half * b.half
-                walls = [_round(x * x + y * y, x * ex + y * ey, c)]
-            else:
-                turned = (ex * b.cos + ey * b.sin, x * b.cos + y * b.sin)
-                across = (ey * b.cos - ex * b.sin, y * b.cos - x * b.sin)
-                walls = [_slab(b.half, *turned), _slab(b.half, *across)]
-            for low, high in walls:
-                enter, leave = np.maximum(enter, low), np.minimum(leave, high)
-        hit = np.flatnonzero(enter < leave)  # into (K, T, T)
-        row = hit // rows.shape[1]  # into (K, T, 1)
-        body = row // rows.shape[1]
-        column = hit + (body - row) * rows.shape[1]  # into (K, 1, T)
-        line = b.scene * (cells * cells) + rows // GRID * (cells * GRID) + rows % GRID * GRID
-        place = columns // GRID * (GRID * GRID) + columns % GRID
-        cell = line.ravel()[row] + place.ravel()[column]
-        ray = (x.ravel()[column], y.ravel()[row], z.ravel()[row])
-        yield those[group[body]], cell, enter.ravel()[hit], *ray
-
-
-def _shade(
-    shape: int, metal: bool, views: _Views, bodies: _Bodies, hits: list[Column]
-) -> list[Floats]:
-    """Linear red, green and blue of rays that end on bodies of one kind, each (M,)."""
-    body, _, depth, x, y, z = hits
-    scale = (1.0 / bodies.half)[body]
-    nx = (x * depth - bodies.x[body]) * scale
-    ny = (y * depth - bodies.y[body]) * scale
-    nz = (z * depth + (views.height - bodies.half)[body]) * scale
-    contact = np.minimum(1.0 + 0.4 * nz, 1.0)  # less light comes in near the ground
-    # The normal of a sphere is the place itself; high powers of it make flat sides with
-    # rounded edges, as CLEVR's bodies have.
-    if shape == CYLINDER:
-        bend = _power(nx * nx + ny * ny, 3)
-        nx, ny, nz = nx * bend, ny * bend, nz * _power(nz, 3)
-    elif shape == CUBE:
-        c, s = bodies.cos[body], bodies.sin[body]
-        nx, ny = nx * c + ny * s, ny * c - nx * s
-        nx, ny, nz = nx * _power(nx, 3), ny * _power(ny, 3), nz * _power(nz, 3)
-        nx, ny = nx * c - ny * s, ny * c + nx * s
-    scale = 1.0 / np.sqrt(nx * nx + ny * ny + nz * nz)
-    nx, ny, nz = nx * scale, ny * scale, nz * scale
-    scale = 1.0 / np.sqrt(x * x + y * y + z * z)
-    x, y, z = x * scale, y * scale, z * scale
-    facing = x * nx + y * ny + z * nz  # -1: straight at the eye
-    twice = 2.0 * facing
-    x, y, z = x - twice * nx, y - twice * ny, z - twice * nz  # mirrored
-
-    lx, ly, lz = views.light_x[body], views.light_y[body], views.light_z[body]
-    key = np.maximum(nx * lx + ny * ly + nz * lz, 0.0)
-    glint = _power(np.maximum(x * lx + y * ly + z * lz, 0.0), 3)
-    rim = _power(1.0 + facing, 2)
-    if metal:  # mirrors a dark sky, a bright horizon, the ground and two lamps
-        horizon, ground = np.maximum(1.0 - 1.6 * np.abs(z), 0.0), np.maximum(-z, 0.0)
-        light = 0.1 + 0.25 * horizon + 0.55 * ground * contact + 0.35 * key
-        second = _power(np.maximum(x * FILL[0] + y * FILL[1] + z * FILL[2], 0.0), 5)
-        # An edge is thinner than a ray is wide: at full strength its glint would be a dotted line.
-        strength = 1.2 if shape == SPHERE else 0.5
-        shine = strength * (_power(glint, 2) + 0.35 * second) + 0.1 * rim
-    else:
-        fill = np.maximum(nx * FILL[0] + ny * FILL[1] + nz * FILL[2], 0.0)
-        light = (0.16 + 0.14 * nz) * contact + 0.78 * key + 0.16 * fill
-        shine = 0.1 * glint + 0.04 * rim
-    return [PALETTE[i, bodies.colour][body] * light + shine for i in range(3)]
-
-
-def _ground(views: _Views, bodies: _Bodies, size: int) -> Floats:
-    """Linear grey of the ground with its shadows, (B * size * size,)."""
-    view, offset = views.at((slice(None), None, None)), np.arange(size)
-    x, y, z = _rays(view, offset[:, None], offset, size)
-    y = y * view.height / -z - 7.0  # from the middle of a pool of light
-    pool = 1.0 / ((1.0 + y * y / 90.0) * (1.0 + (x + 0.1) * (x + 0.1)))  # (B, size, size)
-
-    lit = np.ones(pool.size)
-    views = views.at(bodies.scene)
-    # A shadow is the foot of the body swept along the way (wx, wy) that the light takes from its
-    # top to the ground. Its edge is the wider the higher the part that throws it.
-    wx, wy = -2.0 * views.light_x / views.light_z, -2.0 * views.light_y / views.light_z
-    x, y = bodies.x + 0.5 * wx * bodies.half, bodies.y + 0.5 * wy * bodies.half
-    radius = bodies.half * (0.5 + 0.5 * np.sqrt(wx * wx + wy * wy))
-    wx, wy = wx * bodies.cos + wy * bodies.sin, wy * bodies.cos - wx * bodies.sin
-    for shape in range(3):
-        those = np.flatnonzero(bodies.shape == shape)
-        reach = (radius + bodies.half * FOOT[shape])[those]
-        here = views.at(those)
-        for group, rows, columns in _tiles(here, x[those], y[those], 0.0 * reach, reach, size, 8):
-            index = (those[group], None, None)
-            light = _shadow(
-                shape, views.at(index), bodies.at(index), wx[index], wy[index], rows, columns, size
-            )
-            cell = bodies.scene[index] * (size * size) + rows * size + columns
-            np.minimum.at(lit, cell.ravel(), light.ravel())
-    return pool.ravel() * (0.2 + 0.34 * lit)
-
-
-def _shadow(
-    shape: int,
-    view: _Views,
-    b: _Bodies,
-    wx: Floats,
-    wy: Floats,
-    rows: Ints,
-    columns: Ints,
-    size: int,
-) -> Floats:
-    """The part of the first lamp's light that a body leaves to the ground, (K, T, T)."""
-    x, y, z = _rays(view, rows, columns, size)
-    scale = 1.0 / b.half
-    t = view.height * -scale / z  # (K, T, 1)
-    x, y = x * t - b.x * scale, y * t - b.y * scale  # (K, T, T), (K, T, 1)
-    if shape == CUBE:
-        x, y = x * b.cos + y * b.sin, y * b.cos - x * b.sin
-    square = wx * wx + wy * wy + 1e-9
-    part = x * (wx / square) + y * (wy / square)  # 0 is the body's bottom, 1 its top
-    # A sphere throws its shadow with the parts around its middle.
-    low, high = (0.35, 0.65) if shape == SPHERE else (0.0, 1.0)
-    part = np.minimum(np.maximum(part, low), high)
-    dx, dy = x - part * wx, y - part * wy
-    if shape == CUBE:
-        dx, dy = np.abs(dx) - 1.0, np.abs(dy) - 1.0
-        px, py = np.maximum(dx, 0.0), np.maximum(dy, 0.0)
-        away = np.sqrt(px * px + py * py) + np.minimum(np.maximum(dx, dy), 0.0)
-    else:
-        away = np.sqrt(dx * dx + dy * dy) - 1.0
-    edge = np.minimum(np.maximum(away / (0.3 + 0.7 * part) + 0.5, 0.0), 1.0)
-    under = np.maximum(1.0 - 0.4 * (x * x + y * y), 0.0)
-    return edge * edge * (3.0 - 2.0 * edge) * (1.0 - under * under)
-
-
-def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
-    """Images (B, size, size, 3), and for each pixel the number of its body or 0."""
-    views, bodies = _tables(scenes)
-    ground = _ground(views, bodies, size)
-    images = GREYS[(np.sqrt(ground) * 255.0 + 0.5).astype(np.int64)]  # (B * size * size, 3)
-    views = views.at(bodies.scene)
-    rays = GRID * GRID
-    nearest = np.full(ground.size * rays, np.inf)
-    owners = np.zeros(ground.size * rays, np.uint8)
-    kinds = []
-    for shape, metal in product(range(3), (False, True)):
-        those = np.flatnonzero((bodies.shape == shape) & (bodies.metal == metal))
-        tiles = list(_hits(shape, those, views, bodies, size))
-        if tiles:
-            hits = [np.concatenate(columns) for columns in zip(*tiles, strict=True)]
-            np.minimum.at(nearest, hits[1], hits[2])
-            kinds.append((shape, metal, hits))
-    pixels, colours = [np.empty(0, np.int64)], [[np.empty(0)] * 3]
-    for shape, metal, hits in kinds:
-        front = np.flatnonzero(hits[2] == nearest[hits[1]])
-        seen = [column[front] for column in hits]
-        owners[seen[1]] = bodies.number[seen[0]]
-        pixels.append(seen[1] // rays)
-        colours.append(_shade(shape, metal, views, bodies, seen))
-    pixel = np.concatenate(pixels)
-    covered = np.bincount(pixel, minlength=ground.size)
-    touched = np.flatnonzero(covered)
-    bare = (rays - covered[touched]) * ground[touched]
-    for i, parts in enumerate(zip(*colours, strict=True)):
-        light = np.bincount(pixel, np.concatenate(parts), ground.size)[touched]
-        linear = np.minimum((bare * (TINT[i] * TINT[i]) + light) / rays, 1.0)
-        images[touched, i] = np.sqrt(linear) * 255.0 + 0.5
-    # The upper median of four numbers: a body gets a pixel if it has half of its rays.
-    a, b, c, d = owners.reshape(-1, rays).T
-    low = np.maximum(np.minimum(a, b), np.minimum(c, d))
-    ids = np.maximum(low, np.minimum(np.maximum(a, b), np.maximum(c, d)))
-    return images.reshape(-1, size, size, 3), ids.reshape(-1, size, size)
-
-
-def render(scene: Scene, size: int) -> tuple[Bytes, Bytes]:
-    """Image (size, size, 3), and for each pixel (size, size) the number of its body or 0."""
-    images, ids = render_all([scene], size)
-    return images[0], ids[0]
-
-
-class Scenes:
-    """`n` rendered scenes in memory, with their labels; what these mean is in `classes`."""
-
-    images: Bytes  # (n, size, size, 3)
-    labels: dict[str, Ints]  # each (n,)
+    in_process = True  # faster than worker processes
 
     def __init__(
         self, n: int, size: int = 64, seed: int = 0, *, threads: int | None = None
     ) -> None:
-        self.images = np.empty((n, size, size, 3), np.uint8)
-        self.labels = {name: np.empty(n, np.int64) for name in LABELS}
-        self.fingerprint = f"scenes-v{VERSION}-{n}-{size}-{seed}"
-        self.source = f"scenes:{n}:{size}:{seed}"
-        # Having freed this, glibc keeps what is freed later; else a fifth of the time is spent on
-        # getting the same pages from the system again and again.
+        pixels = np.empty((n, size, size, 3), np.uint8)
+        labels = {name: np.empty(n, np.int64) for name in LABELS}
+        # After this is freed, glibc keeps what is freed later. Otherwise a fifth of the time goes
+        # into requesting the same pages from the system again and again.
         np.empty(4_000_000)
         done, step = 0, max(1, PIXELS // (size * size))
         with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
             for start in range(0, n, BATCH):
-                # First all of a batch: pure Python beside array work keeps its threads waiting.
+                # Sampled before rendering: pure Python would block the threads that render.
                 scenes = [sample(seed, i) for i in range(start, min(start + BATCH, n))]
                 for i, scene in enumerate(scenes, start):
-                    for name, value in classes(scene).items():
-                        self.labels[name][i] = value
+                    for name, value in labels_of(scene).items():
+                        labels[name][i] = value
                 chunks = [scenes[i : i + step] for i in range(0, len(scenes), step)]
                 for images, _ in pool.map(render_all, chunks, repeat(size)):
-                    self.images[done : done + len(images)] = images
+                    pixels[done : done + len(images)] = images
                     done += len(images)
+        self.source = f"scenes:{n}:{size}:{seed}"
+        super().__init__(pixels, labels, [], "scene", f"scenes-v{VERSION}-{n}-{size}-{seed}")
 
     def __str__(self) -> str:
         return self.source
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, i: int) -> Bytes:
-        return self.images[i]
-
     def name(self, i: int) -> str:
         return f"scene {i:08d}"
+
+
+def parse_scenes(text: str, default: tuple[int, int, int] = DEFAULT) -> tuple[int, int, int]:
+    """Count, size and seed of ``scenes[:count[:size[:seed]]]``, without rendering."""
+    _, *numbers = text.split(":")
+    if not all(map(str.isdecimal, numbers)) or 0 in map(int, numbers[:2]) or len(numbers) > 3:
+        raise UserError(f"{text}: expected scenes[:count[:size[:seed]]], as scenes:{default[0]}:64")
+    count, size, seed = (*map(int, numbers), *default[len(numbers) :])
+    return count, size, seed
+
+
+def _open(text: str, split: Split | None) -> Scenes:
+    """The test split uses the next seed."""
+    count, size, seed = parse_scenes(text if text == "scenes" else f"scenes:{text}")
+    return Scenes(count, size, seed + (split == "test"))
+
+
+SCENES = Source("scenes", _open, recognise=lambda text: text == "scenes", generated=True)

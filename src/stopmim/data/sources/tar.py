@@ -1,9 +1,8 @@
-"""Tar shards in the layout of WebDataset, read from the middle and never unpacked.
+"""Tar shards in the layout of WebDataset, read in place and never unpacked.
 
-The headers are walked once; what is kept of a sample is the shard, the offset and the size of its
-image. Then any image is one `pread`: random access that is exact and can be resumed. Names inside
-an archive are labels for messages, never paths. Only regular members count: links, devices and
-sparse files are stepped over.
+The headers are walked once, for the shard, offset and size of each image. Then any image is one
+`pread`: random access, which makes resuming exact. Names in an archive appear in messages and are
+never used as paths. Only regular members count: links, devices and sparse files are skipped.
 """
 
 import hashlib
@@ -19,26 +18,29 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES, file_names, printable
-from stopmim.data.sources.names import Names
+from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
+from stopmim.data.sources.paths import PackedPaths, file_names, printable
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
+from stopmim.data.sources.source import Source, Split
 
 BLOCK = 512
-AHEAD = 2**14  # bytes: the small members beside an image come with its header
-MAX_MEMBERS = 10_000_000  # of one shard
+AHEAD = 2**14  # bytes read at once: small members beside an image come with its header
+MAX_MEMBERS = 10_000_000  # per shard
 MAX_NAME = 2**16
 MAX_RECORD = 2**20  # pax headers and .json members
 WINDOW = 16_384  # samples that the order of an epoch mixes at a time
 _IMAGES = {extension.encode() for extension in EXTENSIONS}
-_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: whatever size their header claims
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: their headers may claim any size
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
 
 
 class DamagedError(Exception):
-    """Where a shard stops being a tar archive; what comes before it is good."""
+    """A shard stops being a tar archive here; what comes before is used."""
 
 
 class Member(NamedTuple):
     name: bytes
-    at: int  # of its data in the file
+    at: int  # offset of its data in the file
     size: int
     start: bytes  # up to 512 bytes of its data
 
@@ -52,39 +54,34 @@ class Sample(NamedTuple):
 
 class Shard(NamedTuple):
     samples: list[Sample]
-    problem: str  # what is wrong with it; empty: nothing
+    problem: str  # why part of it is lost; "" if it is whole
     torn: int  # samples at its end whose label may lie beyond the damage
 
 
-class Tar:
-    """The images of tar shards, in the order of the shards and of the members in them.
+class Tar(Shards):
+    """The images of tar shards, in the order of the shards and of their members.
 
     A sample is a run of members whose names are equal up to the first dot after the last slash,
-    as in WebDataset. Its image is the first member with an image extension and nothing else after
-    that dot (``a.jpg``, not ``a.mask.png``); in a run without such a member all its images count.
-
-    Attributes:
-        labels: "class" -> (n,) int64, if every sample has a ``.cls`` member with an integer, or a
-            ``.json`` member with an integer as "label" or "cls"; otherwise empty.
-        fingerprint: sha256 of names and sizes of the shards and of the samples' members.
-        unreadable: shards of which a part is lost, and where; the rest of each is used.
-        chunks: where each shard begins.
+    as in WebDataset. Its image is the first member with only an image extension after that dot
+    (``a.jpg``, not ``a.mask.png``); without such a member all images of the run count.
+    The label "class" is an integer in a ``.cls`` member, or "label" or "cls" in a ``.json`` member,
+    if every sample has one. Shards that are damaged are `unreadable` from there on.
     """
 
     window = WINDOW
 
     def __init__(self, shards: Sequence[str]) -> None:
-        self.shards = [os.path.abspath(shard) for shard in shards]
-        self._shard_names = file_names(self.shards)
-        key = b"\0".join(map(os.fsencode, self.shards))
-        began, state = time.time_ns(), _state(self.shards)
+        self.files = [os.path.abspath(shard) for shard in shards]
+        self._shard_names = file_names(self.files)
+        key = b"\0".join(map(os.fsencode, self.files))
+        began, state = time.time_ns(), _state(self.files)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index() | {"state": state}
             settled = state[:, 1].max() < began - cache.SETTLED_NS
             if len(index["at"]) >= cache.WORTH_IT and settled:
                 cache.store("tar", key, index)
-        self._names = Names(index["names"], index["offsets"])
+        self._names = PackedPaths(index["names"], index["offsets"])
         self._at, self._size, self.chunks = index["at"], index["size"], index["chunks"]
         self.labels = {"class": index["label"]} if len(index["label"]) else {}
         self.fingerprint = index["fingerprint"].tobytes().decode()
@@ -96,17 +93,13 @@ class Tar:
                 f"looked for members that end in {', '.join(EXTENSIONS)}"
             )
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def read(self, i: int) -> np.ndarray:
-        """Pixels of image `i`, (H, W, 3) uint8."""
         size, at = int(self._size[i]), int(self._at[i])
         if size > MAX_BYTES:
             raise BadImageError(f"more than {MAX_BYTES} bytes")
         try:
-            # Opened anew for each image: nothing to share with, or to pass to, another process.
-            file = os.open(self.shards[self._shard(i)], os.O_RDONLY)
+            # Opened for each image: no state to share with, or to send to, another process.
+            file = os.open(self.files[self._chunk(i)], os.O_RDONLY)
             try:
                 data = os.pread(file, size, at)
             finally:
@@ -118,17 +111,13 @@ class Tar:
         return decode(data)
 
     def name(self, i: int) -> str:
-        """Shard and member."""
-        return f"{self._shard_names[self._shard(i)]}/{printable(self._names[i])}"
-
-    def _shard(self, i: int) -> int:
-        return int(np.searchsorted(self.chunks, i, side="right")) - 1
+        return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
 
     def _index(self) -> dict[str, np.ndarray]:
-        with ThreadPoolExecutor(8) as pool:  # waiting for a disk is most of the work
-            found = _labelled(list(pool.map(_samples, self.shards)))
+        with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
+            found = _labelled(list(pool.map(_samples, self.files)))
         samples = [sample for shard, _, _ in found for sample in shard]
-        names = Names.of([sample.name for sample in samples])
+        names = PackedPaths.pack([sample.name for sample in samples])
         labels = [sample.label for sample in samples if sample.label is not None]
         lost = [
             f"{name}: {shard.problem}"
@@ -136,7 +125,7 @@ class Tar:
             if shard.problem
         ]
         digest = hashlib.sha256()
-        for path, (shard, _, _) in zip(self.shards, found, strict=True):
+        for path, (shard, _, _) in zip(self.files, found, strict=True):
             size = os.stat(path).st_size if os.path.exists(path) else -1
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for sample in shard:
@@ -154,7 +143,7 @@ class Tar:
 
 
 def _state(shards: Sequence[str]) -> np.ndarray:
-    """(k, 2): size and time of the last change; what a stored index is checked against."""
+    """Sizes and modification times, (k, 2), which a cached index must match."""
     state = []
     for shard in shards:
         try:
@@ -166,7 +155,7 @@ def _state(shards: Sequence[str]) -> np.ndarray:
 
 
 def _labelled(found: list[Shard]) -> list[Shard]:
-    """`found` less the samples that damage cut off from their labels, if no other lacks one."""
+    """Drops samples that damage cut off from their labels, if all others are labelled."""
     whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
     labels = [sample.label for shard in whole for sample in shard.samples]
     return whole if labels and None not in labels else found
@@ -185,7 +174,7 @@ def _samples(path: str) -> Shard:
 
     problem = ""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for ever
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block forever
     except OSError as error:
         return Shard(found, error.strerror or type(error).__name__, 0)
     try:
@@ -225,14 +214,14 @@ def _label(file: int, member: Member, *, is_json: bool, known: int | None) -> in
 
 
 def walk(file: int) -> Iterator[Member]:
-    """The regular members of a tar archive: POSIX ustar and pax, and GNU.
+    """Yields the regular members of a tar archive: POSIX ustar and pax, and GNU.
 
-    Raises `DamagedError` at what cannot be understood, and where the end mark is missing.
+    Raises `DamagedError` at anything it cannot parse, and where the end mark is missing.
     """
     end = os.fstat(file).st_size
-    at, name, size = 0, b"", -1  # the latter two as a preceding header gives them
+    at, name, size = 0, b"", -1  # name and size: as given by a preceding header
     sparse = False
-    held, begin = b"", 0  # the stretch of the file that was read last, and where it begins
+    held, begin = b"", 0  # bytes read last, and their offset
     for _ in range(MAX_MEMBERS):
         if not begin <= at <= begin + len(held) - 2 * BLOCK:
             held, begin = os.pread(file, AHEAD, at), at
@@ -247,7 +236,7 @@ def walk(file: int) -> Iterator[Member]:
         kind, at = header[156:157], at + BLOCK
         if size < 0:
             size = 0 if kind in _WITHOUT_DATA else _number(header[124:136])
-        if kind == b"S":  # GNU sparse: maps of holes may follow, in blocks of their own
+        if kind == b"S":  # GNU sparse: maps of holes may follow in further blocks
             more = header[482]
             while more and at < end:
                 more = os.pread(file, BLOCK, at)[504:505] == b"\1"
@@ -276,14 +265,14 @@ def walk(file: int) -> Iterator[Member]:
                 name = header[:100].partition(b"\0")[0]
                 if header[257:263] == b"ustar\0" and header[345]:
                     name = header[345:500].partition(b"\0")[0] + b"/" + name
-            if not name.endswith(b"/"):  # a folder, in the oldest format
+            if not name.endswith(b"/"):  # which is a folder, in the oldest format
                 yield Member(name[:MAX_NAME], here, size, start)
         name, size, sparse = b"", -1, False
     raise DamagedError(f"more than {MAX_MEMBERS} members")
 
 
 def _number(field: bytes) -> int:
-    """A number of a header, in octal digits or, with the first bit set, in base 256; else -1."""
+    """A number in a header: octal digits or, with the first bit set, base 256; else -1."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     try:
@@ -293,7 +282,7 @@ def _number(field: bytes) -> int:
 
 
 def _pax(data: bytes) -> dict[bytes, bytes]:
-    """Records of the form ``<length> <key>=<value>\\n``."""
+    """Parses records of the form ``<length> <key>=<value>\\n``."""
     records = {}
     while data.strip(b"\0"):
         digits, _, _ = data[:10].partition(b" ")
@@ -303,3 +292,19 @@ def _pax(data: bytes) -> dict[bytes, bytes]:
         key, _, value = data[len(digits) + 1 : length - 1].partition(b"=")
         records[key], data = value, data[length:]
     return records
+
+
+def _recognise(text: str) -> bool:
+    return names_shards(text, ".tar") or text.lower().endswith(COMPRESSED)
+
+
+def _open(text: str, split: Split | None) -> Tar:
+    if text.lower().endswith(COMPRESSED):
+        raise DataError(
+            f"{printable(text)}: a compressed tar has no random access, and images are compressed "
+            f"already; decompress it"
+        )
+    return Tar(find_shards(text, ".tar", split))
+
+
+TAR = Source("tar", _open, suffix=".tar", recognise=_recognise)

@@ -20,7 +20,7 @@ from stopmim.config.schema import Config
 from stopmim.data.crops import AUGMENT
 from stopmim.data.images import Images
 from stopmim.data.loading import Crops, steps_per_epoch
-from stopmim.data.order import Order
+from stopmim.data.order import batch_keys
 from stopmim.method.build import draw_masks
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def previews(images: Images, config: Config, step: int, count: int) -> list[Prev
     """
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
-    keys = next(iter(Order(images, config, step, shares=[part], steps_per_epoch=per_epoch)))
+    keys = next(batch_keys(images, config, step, shares=[part], steps_per_epoch=per_epoch))
     (masks,) = draw_masks(config, step, [part], torch.device("cpu"))
     crops = Crops(images, config)
     found = []

@@ -1,4 +1,4 @@
-"""Some of the images of a source, and a source in two parts."""
+"""Subsets of a source, and its split into two parts."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ from stopmim.base.errors import DataError
 from stopmim.cli import main
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Some, held_out
-from stopmim.data.subset import source as whole
+from stopmim.data.subset import Subset, split_by_class, underlying
 from stopmim.evals.inputs import choose_labels, middle, open_encoder
 from tiny import write_folder, write_parts
 
@@ -23,22 +22,22 @@ def source(counts: list[int]) -> Arrays:
     return Arrays(pixels.astype(np.uint8), {"class": label}, [], "numbers")
 
 
-def values(images: Some) -> list[int]:
+def values(images: Subset) -> list[int]:
     return [int(images.read(i).max()) for i in range(len(images))]
 
 
 def test_some_images_keep_names_pixels_and_labels_and_have_a_fingerprint_of_their_own() -> None:
     images = source([5, 5])
-    some = Some(images, [7, 3])
+    some = Subset(images, [7, 3])
     assert [some.name(i) for i in range(2)] == [images.name(3), images.name(7)]
     assert values(some) == [3, 7]
     assert some.labels["class"].tolist() == [0, 1]
-    assert len({images.fingerprint, some.fingerprint, Some(images, [3, 8]).fingerprint}) == 3
+    assert len({images.fingerprint, some.fingerprint, Subset(images, [3, 8]).fingerprint}) == 3
 
 
 def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:
-    fit, test = held_out(Scenes(20, 24), 0.2, seed=0)
-    assert isinstance(whole(Some(test, [0])), Scenes)
+    fit, test = split_by_class(Scenes(20, 24), 0.2, seed=0)
+    assert isinstance(underlying(Subset(test, [0])), Scenes)
     assert choose_labels(fit, test, ()) == choose_labels(Scenes(8, 24), Scenes(8, 24), ())
     assert middle(open_encoder("random:vit_micro8@24"), test).resize == 24
 
@@ -63,7 +62,7 @@ def test_hidden_labels_are_refused_by_name() -> None:
 
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
     images = source([10, 20, 3, 1])
-    fit, test = held_out(images, 0.2, seed=0)
+    fit, test = split_by_class(images, 0.2, seed=0)
     assert sorted(values(fit) + values(test)) == list(range(34))
     # Of three a fifth is less than one image, and one is tested; a lone image is never tested.
     assert np.bincount(test.labels["class"], minlength=4).tolist() == [2, 4, 1, 0]
@@ -75,17 +74,17 @@ def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> 
 def test_a_source_is_split_by_its_classes_and_not_by_other_numbers() -> None:
     images = source([10, 20])
     images.labels = {"area": np.arange(30), **images.labels}
-    _, test = held_out(images, 0.2, seed=0)
+    _, test = split_by_class(images, 0.2, seed=0)
     assert np.bincount(test.labels["class"]).tolist() == [2, 4]
 
 
 def test_no_class_is_tested_whole_and_the_seed_decides_who_is() -> None:
     images = source([4, 4])
-    fit, test = held_out(images, 0.99, seed=0)
+    fit, test = split_by_class(images, 0.99, seed=0)
     assert np.bincount(fit.labels["class"]).tolist() == [1, 1]
-    drawn = {tuple(values(held_out(images, 0.5, seed)[1])) for seed in range(8)}
+    drawn = {tuple(values(split_by_class(images, 0.5, seed)[1])) for seed in range(8)}
     assert len(drawn) > 4
-    assert values(held_out(images, 0.99, seed=0)[1]) == values(test)
+    assert values(split_by_class(images, 0.99, seed=0)[1]) == values(test)
 
 
 def test_a_folder_without_a_test_part_can_be_evaluated(

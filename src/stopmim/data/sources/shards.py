@@ -1,0 +1,127 @@
+"""Shard files named by a folder, a file, or a pattern, and their splits: for tar and Parquet."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from stopmim.base.errors import DataError
+from stopmim.data.sources.folder import holds_images
+from stopmim.data.sources.paths import printable
+from stopmim.data.sources.source import Split, no_split
+from stopmim.data.sources.splits import TEST_NAMES, has_splits, split_folder
+from stopmim.data.stamps import stamp_files
+
+MAX_FILES = 1_000_000  # that a pattern may stand for
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+# A word of a file's name, as in train-00000-of-00004.parquet or imagenet1k-validation-00.tar.
+_SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
+
+
+class Shards:
+    """Images of several files, each read in chunks: the base of tar and Parquet."""
+
+    files: list[str]
+    chunks: np.ndarray  # (k + 1,) number of the first image of each chunk
+
+    def __len__(self) -> int:
+        return int(self.chunks[-1])
+
+    def stamp(self) -> str:
+        return stamp_files(self.files)
+
+    def _chunk(self, i: int) -> int:
+        """The chunk that image `i` is in."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        return int(np.searchsorted(self.chunks, i, side="right")) - 1
+
+
+def is_pattern(text: str) -> bool:
+    """Whether `text` names files by a glob or by braces."""
+    return not os.path.exists(text) and re.search(r"[*?\[{]", text) is not None
+
+
+def names_shards(text: str, suffix: str) -> bool:
+    """Whether `text` is a pattern of, or a folder of, files that end in `suffix`.
+
+    A folder that also holds images is not: there a .tar or .parquet is something else, such as a
+    backup or a table of metadata.
+    """
+    if has_splits(text):
+        return names_shards(os.path.join(text, "train"), suffix)
+    if os.path.isdir(text):
+        return bool(_list_folder(text, suffix)) and not holds_images(text)
+    return text.lower().endswith(suffix) and is_pattern(text)
+
+
+def find_shards(text: str, suffix: str, split: Split | None) -> list[str]:
+    """The files of one split that a folder, a file, a glob or a brace list stands for."""
+    if os.path.isdir(text):
+        found = _list_folder(text, suffix)
+        if not found and has_splits(text):  # train/*.tar, val/*.tar
+            return find_shards(str(split_folder(text, split)), suffix, None)
+    else:
+        found = [text] if os.path.exists(text) else expand(text)
+    if not found:
+        raise DataError(f"{printable(text)}: no file that ends in {suffix}")
+    by_word: dict[str, list[str]] = {}
+    for file in found:
+        words = _SPLIT.findall(os.path.basename(file))
+        by_word.setdefault(words[-1] if words else "", []).append(file)
+    for word in TEST_NAMES if split == "test" else ("train",):
+        if word in by_word:
+            return by_word[word]
+    if split is not None:
+        raise no_split(text, split)
+    return found
+
+
+def expand(pattern: str) -> list[str]:
+    """Files that a pattern stands for: first ``{000..146}`` and ``{a,b}``, then ``*`` and ``?``.
+
+    Every name that braces give must exist; the matches of a glob are sorted.
+    """
+    names = [pattern]
+    while found := _BRACES.search(names[0]):
+        choices: Sequence[str | int] = found[1].split(",")
+        width = 0
+        if ends := _RANGE.fullmatch(found[1]):
+            choices = range(int(ends[1]), int(ends[2]) + 1)
+            width = len(ends[1]) if ends[1].startswith("0") else 0
+        if not 0 < len(names) * len(choices) <= MAX_FILES:
+            raise DataError(f"{printable(pattern)}: stands for none or over {MAX_FILES} files")
+        names = [
+            f"{head}{str(choice).zfill(width)}{tail}"
+            for name in names
+            for head, _, tail in [name.partition(found[0])]
+            for choice in choices
+        ]
+    files, missing = list[str](), list[str]()
+    for name in names:
+        here = sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
+        files += here
+        missing += [] if here else [name]
+    if missing:
+        raise DataError(
+            f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
+            f"{printable(missing[0])}"
+        )
+    return list(dict.fromkeys(files))
+
+
+def _list_folder(root: str, suffix: str) -> list[str]:
+    """Sorted files in `root` that end in `suffix`; the Hub keeps Parquet in data/."""
+    for folder in [root, os.path.join(root, "data")] if suffix == ".parquet" else [root]:
+        try:
+            names = [n for n in os.listdir(folder) if n.lower().endswith(suffix) and n[0] != "."]
+        except OSError:
+            continue
+        paths = (os.path.join(folder, name) for name in names)
+        if found := sorted(path for path in paths if os.path.isfile(path)):
+            return found
+    return []
