@@ -34,13 +34,14 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
     """Resolves a preset, YAML file or config with `changes`, and proves that its masks exist."""
     if isinstance(preset, Config):
         config = preset
-    elif str(preset) in PRESETS:
+    elif str(preset) in PRESETS:  # a name wins over a file of that name
         config = PRESETS[str(preset)]()
-    elif Path(preset).is_file():
+    elif Path(preset).is_file():  # a YAML file, as `pretrain --dry-run` prints it
         config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
     else:
         raise UserError(_no_such(str(preset)))
     config = resolve(override(config, changes or {}))
+    # Proved before anything is trained: block sizes are drawn, so a rare one could fail much later.
     sampler = build_sampler(config)
     try:
         sampler.check()
@@ -62,7 +63,7 @@ def _no_such(preset: str) -> str:
 
 def describe(config: Config) -> str:
     """The config as a YAML file that `pretrain` takes as a preset, with its size in comments."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # parameters are counted, not allocated
         model = build(config)
     millions = {
         name: sum(p.numel() for p in part.parameters()) / 1e6
@@ -80,23 +81,24 @@ def describe(config: Config) -> str:
 
 def build(config: Config) -> MaskedImageModel:
     """The model of a resolved config, with the weights its seed gives, on the CPU."""
-    size, _ = parse_arch(config.arch)
+    size, _ = parse_arch(config.arch)  # D, depth, heads of the encoder
     depth, heads = config.predictor.depth, config.predictor.heads
     if depth is None or heads is None:
         raise ValueError("the config is not resolved: call stopmim.config.schema.resolve first")
     target = build_target(config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+        # On the CPU whatever the device will be: a seed gives the same weights everywhere.
         torch.manual_seed(seed_of("init", config.seed))
         encoder = VisionTransformer.from_arch(config.arch, config.image_size, config.class_token)
         predictor = Predictor(
             build_positions(config),
-            size.width,
+            size.width,  # D
             depth,
             heads,
             noisy=config.positions.tokens,
-            outputs=target.width(encoder),
+            outputs=target.width(encoder),  # T: D features, or the pixels of a patch
         )
-        if target.start != encoder.start:  # which both have begun with
+        if target.start != encoder.start:  # the constructors draw I-JEPA's initial weights
             encoder.start = target.start
             for part in (encoder, predictor):
                 part.apply(INITIALISERS[target.start])
@@ -106,11 +108,11 @@ def build(config: Config) -> MaskedImageModel:
 
 def build_target(config: Config) -> Target:
     match config.target:
-        case "features" if config.lowres:
+        case "features" if config.lowres:  # Table 8 of the paper
             return HalfResolution(config.side, config.lowres)
-        case "features":
+        case "features":  # I-JEPA
             return Features()
-        case "pixels":
+        case "pixels":  # MAE
             return Pixels(config.norm_pixels)
         case unknown:
             assert_never(unknown)
@@ -118,22 +120,17 @@ def build_target(config: Config) -> Target:
 
 def build_positions(config: Config) -> Positions:
     side, width, p = config.side, config.predictor.width, config.positions
+    # The released code replaces m~ by the bias of A (StoP deit.py:322-326).
     bias: Bias = "project" if config.compat == "released" else "mask_token"
     match p.kind:
-        case "sincos" | "learned":
+        case "sincos" | "learned":  # I-JEPA, and the second row of Table 6
             return Positions(side, width, base=p.kind, bias=bias)
-        case "jitter":
+        case "jitter":  # sigma in patches squared
             return JitteredPositions(side, width, _resolved(p.sigma), bias=bias)
-        case "stochastic":
+        case "stochastic":  # StoP; sigma is a variance
+            options: dict[str, Any] = {"base": p.base, "share": p.share, "ramp": p.ramp}
             return StochasticPositions(
-                side,
-                width,
-                _resolved(p.sigma),
-                base=p.base,
-                covariance=p.covariance,
-                bias=bias,
-                share=p.share,
-                ramp=p.ramp,
+                side, width, _resolved(p.sigma), covariance=p.covariance, bias=bias, **options
             )
         case unknown:
             assert_never(unknown)
@@ -151,10 +148,10 @@ def from_tag(
     """The predictor that `Predictor.tag` of an exported file describes, without its weights."""
     positions: Positions
     side, bias = encoder.side, tag["bias"]
-    match tag["positions"]:
+    match tag["positions"]:  # only kinds whose `not_exportable` is empty are ever written
         case "sincos":
             positions = Positions(side, width, bias=bias)
-        case "stochastic":
+        case "stochastic":  # files of early versions have no share
             sigma, share = float(tag["sigma"]), float(tag.get("share", 1))
             positions = StochasticPositions(side, width, sigma, bias=bias, share=share)
         case unknown:
@@ -169,9 +166,9 @@ def from_tag(
 def build_sampler(config: Config) -> MaskSampler:
     m = config.masking
     match m.kind:
-        case "random":
+        case "random":  # MAE
             return RandomPatches(config.side, m.ratio)
-        case "multiblock":
+        case "multiblock":  # I-JEPA, corrected or with the biases of the released code
             kind = ReleasedMultiBlock if m.compat == "released" else MultiBlock
             return kind(
                 config.side,

@@ -55,8 +55,8 @@ class PatchEmbed(nn.Module):
         p = self.patch
         patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 3, rows, p, cols, p)
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3 * p * p)
-        if index is not None:
-            patches = take(patches, index)
+        if index is not None:  # before the product: hidden patches cost nothing
+            patches = take(patches, index)  # (B, K, 3 * p * p)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -64,7 +64,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)  # packed as timm's: queries, keys, values
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """(B, N, D) -> (B, N - first, D): a last block skips tokens that nobody reads."""
-        x = x[:, first:] + self.attn(self.norm1(x), first)
+        x = x[:, first:] + self.attn(self.norm1(x), first)  # pre-norm, as in ViT
         return x + self.mlp(self.norm2(x))
 
 
@@ -160,6 +160,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"patch {patch} does not divide the image size {image_size}")
         if width % heads:
             raise ValueError(f"width {width} is not divisible by {heads} heads")
+        # side: patches along one edge, S; N = S * S
         self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
         self.patch_embed = PatchEmbed(patch, width)
         self.pool: Pool = "cls" if class_token else "mean"
@@ -189,7 +190,7 @@ class VisionTransformer(nn.Module):
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
-        positions = self.positions(height // self.patch, width // self.patch)
+        positions = self.positions(height // self.patch, width // self.patch)  # (1, N, D)
         patches = self.patch_embed(images, index)
         return patches + (positions if index is None else positions[0, index])
 
@@ -210,7 +211,7 @@ class VisionTransformer(nn.Module):
         """`x` (B, K, D) with the class token before it, if there is one."""
         if self.cls_token is None:
             return x
-        first = self.cls_token + self.pos_embed[:, :1]
+        first = self.cls_token + self.pos_embed[:, :1]  # (1, 1, D)
         return torch.cat([first.expand(len(x), -1, -1), x], dim=1)
 
     def forward(
@@ -222,7 +223,7 @@ class VisionTransformer(nn.Module):
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
         x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
-        x = self.norm(x)
+        x = self.norm(x)  # s_i, (B, K, D)
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
     def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
@@ -240,7 +241,7 @@ class VisionTransformer(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i >= len(self.blocks) - layers:
-                normed = self.norm(x)
+                normed = self.norm(x)  # the final norm, on every layer
                 mean = pool == "mean"
                 pooled.append(normed[:, self.prefix :].mean(dim=1) if mean else normed[:, 0])
         return torch.cat(pooled, dim=1)

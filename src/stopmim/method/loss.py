@@ -19,6 +19,6 @@ def masked_loss(model: nn.Module, target: Target, batch: Batch, noise: Noise) ->
     """Loss of the masked patches of `batch`; `model` may be a wrapper of several GPUs."""
     pairs = model(batch, noise)  # prediction, target: (M, B, K, T) each, and maybe more pairs
     loss = target.loss(pairs)
-    with torch.no_grad():
+    with torch.no_grad():  # logged, not trained on
         spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (pairs[1], pairs[0])]
     return Loss(loss, *spread)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stopmim.base.random_keys import torch_generator
 
-Range = tuple[float, float]
+Range = tuple[float, float]  # smallest, largest
 Compat = Literal["released"] | None
 
 CANDIDATES = 8  # placements tried per image, all at once; the last one always fits
@@ -87,8 +87,8 @@ class MaskSampler(ABC):
 
         Drawn for the whole batch and then sliced: how a batch is cut does not change its masks.
         """
-        generator = torch_generator("masks", seed, step, device=device)
-        every = self.draw(total, generator, self.sizes(seed, step))
+        generator = torch_generator("masks", seed, step, device=device)  # places, by (seed, step)
+        every = self.draw(total, generator, self.sizes(seed, step))  # (total, C), (M, total, K)
         return [Masks(every.context[part], every.targets[:, part]) for part in parts]
 
     def blocks(self) -> dict[Block, float]:
@@ -135,6 +135,7 @@ class MultiBlock(MaskSampler):
 
         Give it a CPU generator: the sizes are shapes, which the host must know.
         """
+        # I-JEPA draws sizes once per batch too, seeded by a counter that its workers share.
         draws = torch.rand(2, generator=generator, device=generator.device).tolist()
         return Sizes(
             _block(draws[0], self.side, self._longest, self.target_scale, self.target_aspect),
@@ -143,7 +144,7 @@ class MultiBlock(MaskSampler):
 
     @property
     def _longest(self) -> int | None:
-        return None
+        return None  # no edge is cut; `check` refuses blocks that do not fit
 
     def blocks(self) -> dict[Block, float]:
         return possible_blocks(self.side, self.target_scale, self.target_aspect, self._longest)
@@ -158,10 +159,11 @@ class MultiBlock(MaskSampler):
         """
         sizes = self._fitting(sizes or self.draw_sizes(generator))
         side, length, device = self.side, self.length, generator.device
+        # Inclusive ranges: blocks may touch the last row and column. 2 x (T, M, B)
         places = _places(sizes.target, (CANDIDATES, self.targets, batch), side, 1, generator)
         for corner in places:  # the candidate that always fits: all targets in one place
             corner[-1] = corner[-1, :1]
-        context = _places(sizes.context, (CANDIDATES, batch), side, 1, generator)
+        context = _places(sizes.context, (CANDIDATES, batch), side, 1, generator)  # 2 x (T, B)
         hidden = _covers(places, sizes.target, side).any(dim=1)  # (T, B, N)
         visible = _covers(context, sizes.context, side) & ~hidden  # (T, B, N)
         enough = visible.sum(dim=-1) >= length  # (T, B)
@@ -172,7 +174,7 @@ class MultiBlock(MaskSampler):
         # Visible patches get a rank in [0, 1), hidden ones 2: the lowest are a uniform choice.
         rank = torch.rand(visible.shape, generator=generator, device=device)
         rank = rank.masked_fill(~visible, 2.0)
-        seen = rank.topk(length, dim=1, largest=False).indices.sort(dim=1).values
+        seen = rank.topk(length, dim=1, largest=False).indices.sort(dim=1).values  # (B, C)
         return Masks(seen, _patches(places, sizes.target, side))
 
     def _fitting(self, sizes: Sizes) -> Sizes:
@@ -203,6 +205,7 @@ class MultiBlock(MaskSampler):
         self._check_context(grid)
 
     def _check_context(self, grid: str) -> None:
+        # The worst batch: the largest targets with the smallest context.
         largest = max(self.blocks(), key=lambda block: block.area)
         context = min(self._contexts(), key=lambda block: block.area)
         if self.context_length is not None and self.context_length < 1:
@@ -261,10 +264,10 @@ class ReleasedMultiBlock(MultiBlock):
         last level has no targets.
         """
         sizes, side = self._fitting(sizes or self.draw_sizes(generator)), self.side
-        places = _places(sizes.target, (self.targets, batch), side, 0, generator)
+        places = _places(sizes.target, (self.targets, batch), side, 0, generator)  # 2 x (M, B)
         blocks = _covers(places, sizes.target, side)  # (M, B, N)
         visible = torch.zeros(batch, side * side, dtype=torch.bool, device=generator.device)
-        for kept in range(self.targets, -1, -1):
+        for kept in range(self.targets, -1, -1):  # targets that the context must avoid
             hidden = blocks[:kept].any(dim=0)  # (B, N)
             squares = _places(sizes.context, (RELEASED_TRIES, batch), side, 0, generator)
             tries = _covers(squares, sizes.context, side) & ~hidden  # (T, B, N)
@@ -313,8 +316,9 @@ class RandomPatches(MaskSampler):
 
     def draw(self, batch: int, generator: torch.Generator, sizes: Sizes | None = None) -> Masks:
         self.check()
+        # A random order of the patches, cut in two: MAE models_mae.py:random_masking.
         rank = torch.rand(batch, self.side**2, generator=generator, device=generator.device)
-        order, keep = rank.argsort(dim=1), self.length
+        order, keep = rank.argsort(dim=1), self.length  # (B, N), C
         return Masks(order[:, :keep].sort(dim=1).values, order[None, :, keep:].sort(dim=2).values)
 
     def check(self) -> None:
@@ -424,9 +428,9 @@ def possible_blocks(
     Area, height and width are monotonic step functions of the one draw u in [0, 1): between two
     neighbouring steps of any of them the block is constant. Edges longer than `limit` are cut.
     """
-    low, high = (side * side * s for s in scale)
+    low, high = (side * side * s for s in scale)  # area in patches
     slope = aspect[1] - aspect[0]
-    steps = {0.0, 1.0}
+    steps = {0.0, 1.0}  # values of u at which something jumps
     for area in range(int(low), int(high) + 1):
         if high > low:
             steps.add((area - low) / (high - low))
@@ -434,6 +438,7 @@ def possible_blocks(
             for edge in range(side + 1):  # height or width goes from `edge` to `edge + 1` here
                 steps.add(((edge + 0.5) ** 2 / area - aspect[0]) / slope)
                 steps.add((area / (edge + 0.5) ** 2 - aspect[0]) / slope)
+    # Between two neighbouring jumps the block is constant: its probability is their distance.
     cuts = sorted(u for u in steps if 0 <= u <= 1)
     blocks: dict[Block, float] = {}
     for left, right in itertools.pairwise(cuts):
@@ -449,7 +454,7 @@ def _places(
     block: Block, shape: tuple[int, ...], side: int, inclusive: int, generator: torch.Generator
 ) -> Corners:
     """Uniform upper-left corners (*shape) of blocks inside the grid; `inclusive` is 0 or 1."""
-    room = [max(1, side - edge + inclusive) for edge in block]
+    room = [max(1, side - edge + inclusive) for edge in block]  # starts along each axis
     draws = [torch.randint(0, r, shape, generator=generator, device=generator.device) for r in room]
     return Corners(*draws)
 
@@ -465,7 +470,7 @@ def _covers(places: Corners, block: Block, side: int) -> Tensor:
 
 def _patches(places: Corners, block: Block, side: int) -> Tensor:
     """The patch numbers (..., K) of a block at `places` (...), ascending."""
-    first = places.top * side + places.left
+    first = places.top * side + places.left  # (...) number of the upper-left patch
     return first.unsqueeze(-1) + _offsets(side, block, first.device)
 
 

@@ -70,7 +70,7 @@ class Target(ABC):
 
     def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
         """Mean loss over what `pairs` returns: smooth L1, as I-JEPA."""
-        each = zip(pairs[::2], pairs[1::2], strict=True)
+        each = zip(pairs[::2], pairs[1::2], strict=True)  # in float32, also under autocast
         first, *more = [F.smooth_l1_loss(p.float(), t.float()) for p, t in each]
         return (first + sum(more)) / (1 + len(more)) if more else first
 
@@ -195,10 +195,10 @@ class MaskedImageModel(nn.Module):
         learned = isinstance(positions.table, nn.Parameter)
         if isinstance(self.target, HalfResolution) and (positions.uncertain or learned):
             raise ValueError("half resolution is for certain sine-cosine positions")
-        self.encoder = encoder
-        self.predictor = predictor
+        self.encoder = encoder  # f_theta
+        self.predictor = predictor  # g_phi
         self.target_encoder = None
-        if self.target.follows:
+        if self.target.follows:  # starts as a copy; `update_target` moves it
             self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
 
     def branch(self, name: Literal["target", "context"] = "target") -> VisionTransformer:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from stopmim.base import schedules
 
-Base = Literal["sincos", "learned"]
-Covariance = Literal["tied", "untied", "fixed", "conditioned"]
-Bias = Literal["mask_token", "project"]
-Tokens = Literal["masked", "context"]
+Base = Literal["sincos", "learned"]  # the table psi
+Covariance = Literal["tied", "untied", "fixed", "conditioned"]  # as the config calls it
+Bias = Literal["mask_token", "project"]  # the paper; the released code
+Tokens = Literal["masked", "context"]  # which tokens receive the positions
 
 FLAT = 1e-6  # variance per component below which context tokens count as identical
 
@@ -44,7 +44,7 @@ def sincos_2d(side: int, width: int) -> Tensor:
     if width % 4:
         raise ValueError(f"sine-cosine positions need a width divisible by 4, got {width}")
     omega = _frequencies(width)  # (P/4,)
-    row, col = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    row, col = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")  # (S, S)
     # Columns fill the first half: MAE, I-JEPA and StoP build their grid with the width first.
     angles = [axis.reshape(-1, 1).double() * omega for axis in (col, row)]  # 2 x (N, P/4)
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1).float()
@@ -52,8 +52,9 @@ def sincos_2d(side: int, width: int) -> Tensor:
 
 def _frequencies(width: int, device: torch.device | None = None) -> Tensor:
     """Radians per patch of each sine-cosine pair, (P/4,) in float64."""
+    # A quarter of the channels each: sine and cosine of the column, then of the row.
     exponent = torch.arange(width // 4, dtype=torch.float64, device=device) / (width // 4)
-    return 1.0 / 10000**exponent
+    return 1.0 / 10000**exponent  # 1 for the fastest pair, down to 1/10000
 
 
 def shifted(psi: Tensor, by: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def shifted(psi: Tensor, by: Tensor) -> Tensor:
     for half, patches in zip(psi.chunk(2, dim=-1), (by[..., 1:], by[..., :1]), strict=True):
         (sin, cos), angle = half.chunk(2, dim=-1), patches.to(psi.dtype) * omega  # (..., P/4)
         halves += [sin * angle.cos() + cos * angle.sin(), cos * angle.cos() - sin * angle.sin()]
-    return torch.cat(halves, dim=-1)
+    return torch.cat(halves, dim=-1)  # (..., P)
 
 
 class Positions(nn.Module):
@@ -97,8 +98,9 @@ class Positions(nn.Module):
         self.side, self.width, self.base, self.bias = side, width, base, bias
         if base == "learned":
             self.table = nn.Parameter(0.02 * torch.randn(1, side * side, width))
-        else:
+        else:  # a buffer: saved, as I-JEPA saves it, and never trained
             self.register_buffer("table", sincos_2d(side, width)[None])
+        # m~, shared by all masked tokens; (1, 1, P) is I-JEPA's shape.
         self.mask_token = nn.Parameter(
             0.02 * torch.randn(1, 1, width), requires_grad=bias == "mask_token"
         )
@@ -111,11 +113,11 @@ class Positions(nn.Module):
         `moved_by` (..., 2) shifts it down and right of the patch, for a sine-cosine table.
         """
         _one_of("tokens", tokens, get_args(Tokens))
-        token = self.table[0, index]
+        token = self.table[0, index]  # psi_j, (..., P)
         if moved_by is not None:
             token = shifted(token, moved_by)
         if tokens == "masked" and self.bias == "mask_token":
-            token = token + self.mask_token[0, 0]
+            token = token + self.mask_token[0, 0]  # psi_j + m~
         return token
 
     def forward(
@@ -141,6 +143,7 @@ class Positions(nn.Module):
         if noise is None and self.uncertain and (self.training or self.noise_in_evaluation):
             seen = 0 if context is None else context.shape[-2]
             noise = self.draw(index, project, generator, seen=seen)
+            # Training under autocast draws outside and passes noise in the right dtype already.
             noise = noise if noise is None or project is None else noise.to(project.weight.dtype)
         if noise is None:
             return self.mean(index, tokens)
@@ -268,21 +271,21 @@ class StochasticPositions(Positions):
             raise ValueError("stochastic positions need the layer A that projects the context")
         width, variance = project.in_features, self.sigma
         if self.covariance == "fixed":
-            width = self.width
+            width = self.width  # sigma I in the predictor's own space
         elif self.conditioned:
-            width, variance = seen, self.sigma / max(1, seen)
+            width, variance = seen, self.sigma / max(1, seen)  # weights of C context tokens
         # A GPU draws in float32 and rounds to `dtype`; a CPU would draw with bfloat16's few bits.
         drawn = dtype if index.is_cuda else torch.float32
         noise = torch.empty((*index.shape, width), device=index.device, dtype=drawn)
         noise.normal_(0.0, math.sqrt(variance), generator=generator)
         if self.share < 1:
-            chance = torch.rand(index.shape, generator=generator, device=index.device)
+            chance = torch.rand(index.shape, generator=generator, device=index.device)  # per token
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)
         return noise
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         if self.covariance == "fixed":
-            return torch.tensor(self.share * self.sigma * self.width)
+            return torch.tensor(self.share * self.sigma * self.width)  # the trace of sigma I
         directions = a  # E|A n|^2 = sigma |A|^2
         if self.conditioned:
             mixture = _mixture(context)  # (B, C, D)
@@ -297,9 +300,9 @@ class StochasticPositions(Positions):
         tokens: Tokens = "masked",
         context: Tensor | None = None,
     ) -> Tensor:
-        token = self.mean(index, tokens)
+        token = self.mean(index, tokens)  # psi_j + m~, (..., P)
         if self.covariance == "fixed":
-            return token + noise
+            return token + noise  # drawn in the width of the predictor: (..., P)
         if project is None:
             raise ValueError("stochastic positions need the layer A that projects the context")
         if self.conditioned:
@@ -309,7 +312,7 @@ class StochasticPositions(Positions):
         return token + F.linear(noise, project.weight, bias)  # (..., D) -> (..., P)
 
     def at_step(self, step: int, steps_per_epoch: int) -> None:
-        if ramp := int(self.ramp * steps_per_epoch):
+        if ramp := int(self.ramp * steps_per_epoch):  # in updates
             self.sigma = schedules.linear(step, total=ramp, start=0.0, final=self.final_sigma)
 
     @property
@@ -321,6 +324,7 @@ class StochasticPositions(Positions):
         return f"StoP{released}, sigma {self.sigma:g} (a variance), {self.covariance} covariance"
 
     def tag(self) -> dict[str, Any]:
+        # "tied" is not said: only tied noise can be exported.
         noise = {"positions": "stochastic", "sigma": self.sigma, "share": self.share}
         return super().tag() | noise
 
@@ -348,10 +352,10 @@ def _mixture(context: Tensor | None) -> Tensor:
     """
     if context is None:
         raise ValueError("conditioned noise is made from context tokens: none were given")
-    s = context.detach().float()
-    s = s - s.mean(dim=-2, keepdim=True)
+    s = context.detach().float()  # (B, C, D)
+    s = s - s.mean(dim=-2, keepdim=True)  # over the tokens of an image
     variance = s.square().mean(dim=(-2, -1), keepdim=True)  # tr C_s / D, (B, 1, 1)
-    return s * variance.clamp(min=FLAT).rsqrt()
+    return s * variance.clamp(min=FLAT).rsqrt()  # (B, C, D), mean square 1
 
 
 class JitteredPositions(Positions):

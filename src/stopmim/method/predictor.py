@@ -94,7 +94,7 @@ class Predictor(nn.Module):
         `context_index` is (B, C), `target_index` (M, B, K). `dtype` as in `Positions.draw`.
         """
         masked = context = None
-        layer, seen = self.noise_layer, context_index.shape[1]
+        layer, seen = self.noise_layer, context_index.shape[1]  # A; C
         if self.noisy_masked:
             masked = self.positions.draw(target_index, layer, generator, seen=seen, dtype=dtype)
         if self.noisy_context:
@@ -123,6 +123,7 @@ class Predictor(nn.Module):
         if placeless := context.shape[1] - context_index.shape[1]:
             places = F.pad(places, (0, 0, placeless, 0))  # zeros before the first token
         c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i, (B, C, P)
+        # m_j = A n_j + psi_j + m~, (M, B, K, P)
         if moved_by is None:
             seen = context[:, placeless:]
             m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, seen)
@@ -131,10 +132,10 @@ class Predictor(nn.Module):
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         *before, last = self.predictor_blocks
-        x = through(before, x, self.recompute and torch.is_grad_enabled())
+        x = through(before, x, self.recompute and torch.is_grad_enabled())  # (M * B, C + K, P)
         x = last(x, first=c.shape[1])  # masked tokens only: the others are not needed any more
-        x = self.predictor_proj(self.predictor_norm(x))
-        return x.unflatten(0, (blocks, batch))
+        x = self.predictor_proj(self.predictor_norm(x))  # (M * B, K, T)
+        return x.unflatten(0, (blocks, batch))  # (M, B, K, T)
 
     def _check(self, noise: Noise) -> None:
         """Refuses noise for tokens that are certain of their place."""
@@ -157,7 +158,7 @@ class Predictor(nn.Module):
     def tag(self) -> dict[str, Any]:
         """What the weights alone do not say, for exported files; read by `build.from_tag`."""
         heads = cast(Any, self.predictor_blocks[0]).attn.heads
-        noisy = self.noisy if self.positions.uncertain else "masked"
+        noisy = self.noisy if self.positions.uncertain else "masked"  # what certain files say
         return self.positions.tag() | {"tokens": noisy, "heads": heads}
 
 

@@ -69,17 +69,17 @@ def pretrain(
         overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
     """
     path = Path(out)
-    with joined() as world:
+    with joined() as world:  # torchrun's ranks, or this process alone
         config = configure(preset, overrides)
         if not (path / "run.json").exists():
             keep_outside(path, data)
-        with claimed(path) if world.first else contextlib.nullcontext():
+        with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
             try:
                 images = open_images(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
                 train(images, source, path, config, stop_at, world)
-            except UserError:
+            except UserError:  # one line for the user, nothing to debug
                 raise
             except torch.OutOfMemoryError as error:
                 raise _out_of_memory(config, world.size, error) from None
@@ -103,6 +103,7 @@ def train(
         return
     if stop_at is not None and step >= stop_at:
         return
+    # This rank's images as slices of the global batch, one slice per gradient accumulation.
     parts = shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size)
     batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
     update = run.update
@@ -118,14 +119,15 @@ def train(
         clock, slow = _Clock(step), False
         while step < total:
             ### One update
-            now = rates(config.optim, step, run.per_epoch)
+            now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
-            values = update(draws.at(step), now)
+            values = update(draws.at(step), now)  # tensors on the device: nothing waits yet
             step += 1
             faultpoint("step.end")
 
             ### What is due after it
             examine = run.health is not None and (step % run.health_every == 0 or step == total)
+            # The first update is logged for its loss before training, the last for the end.
             log = step == 1 or step % runtime.log_every == 0 or step == total or examine
             save = step % run.save_every == 0 or step in (total, stop_at)
             number = 0  # of a signal that any rank received
@@ -152,7 +154,7 @@ def train(
                 line |= _peak_memory(device)
                 line |= run.health.measure(run.model) if run.health and examine else {}
                 line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
-                if world.first:
+                if world.first:  # metrics.jsonl is the record, `show` mirrors it elsewhere
                     run.metrics.write(line)
                     show(line)
                 if verdict := run.watch.see(line):
@@ -162,7 +164,7 @@ def train(
                     f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {seen['target_std']:.3f}"
                     f"  {line['images_per_s']:.0f} img/s",
                 )
-            if save:
+            if save:  # every rank takes part: shards are gathered
                 run.saver.save(step, final=step in (total, stop_at) or number > 0)
             if number and step < total:
                 world.gather(None)  # a rank that leaves before rank 0 has saved gets it killed
@@ -204,7 +206,7 @@ def _set_up(images: Images, source: str, path: Path, config: Config, world: Worl
     device = choose_device(runtime.device, world.local_rank)
     amp = choose_precision(runtime.precision, device)
     per_epoch = steps_per_epoch(images, config)
-    set_threads(path, runtime.threads)
+    set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
     model = start(build(config), config, path).to(device)  # a bad --init leaves no run behind
     if world.first:
         begin(path, config, source, images, device, world.size)
@@ -215,7 +217,7 @@ def _set_up(images: Images, source: str, path: Path, config: Config, world: Worl
     # Measured before sharding: the first call of a sharded model must be its forward pass.
     fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
     untrained = health.measure(model) if health and fresh else None
-    wrapped = spread(model, world, runtime.parallel)
+    wrapped = spread(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
     optimizer = adamw(model, config.optim)
     n_parts = len(shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size))
     update = build_step(
@@ -274,7 +276,7 @@ def _resume(
                 f"remove them to start from scratch, or choose another --out"
             )
         return 0
-    about = checkpoint.state(newest)
+    about = checkpoint.state(newest)  # step, config, loss scaler
     checkpoint.load(newest, model, optimizer)
     if world.first:  # a kill may have come between a save and its clearing up
         checkpoint.sweep(path)

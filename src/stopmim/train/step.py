@@ -64,17 +64,17 @@ class Step:
         """Makes one update; returns tensors by name, since reading them waits for the device."""
         model, called = self.model, self.wrapped or self.model
         self.optimizer.zero_grad(set_to_none=True)
-        sums: list[Tensor] = []
+        sums: list[Tensor] = []  # of every part: loss and its two spreads, (3,)
         for i, (batch, noise) in enumerate(parts, start=1):
             average_gradients(called, i == self.n_parts)  # over ranks: with the last part only
             with torch.autocast(batch.images.device.type, self.amp, enabled=self.amp is not None):
                 found = self.loss(called, model.target, batch, noise)
-            loss = found.loss / self.n_parts
+            loss = found.loss / self.n_parts  # parts are equally large, so means add up
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             # A copy: a detached mean alone would keep the whole elementwise loss alive.
             sums.append(torch.stack([x.detach() for x in found]) / self.n_parts)
         means = self.world.mean_(torch.stack(sums).sum(dim=0) if len(sums) > 1 else sums[0])
-        if self.scaler:
+        if self.scaler:  # gradients must have their true size before they are clipped
             self.scaler.unscale_(self.optimizer)
         values = dict(zip(Loss._fields, means, strict=True)) | self._gradients(means[0])
         if self.scaler:
@@ -84,7 +84,7 @@ class Step:
             self.scaler.update()
         else:
             step_at(self.optimizer, rates, self.broken)
-        model.update_target(rates.momentum)
+        model.update_target(rates.momentum)  # after the encoder, as I-JEPA
         if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
             self.optimizer.zero_grad(set_to_none=True)
         return values
@@ -96,7 +96,7 @@ class Step:
             said["penalty"] = self._penalty(optim.penalty_l1, optim.penalty_l2)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = whole(torch.nn.utils.get_total_norm(gradients))  # over all ranks, before clipping
         # A gradient that overflows under loss scaling is the scaler's to skip, not a failure.
         finite = loss.isfinite() & (True if self.scaler else norm.isfinite())
         self.broken += (self.broken > 0) | ~finite
@@ -112,7 +112,7 @@ class Step:
         It depends on no image, so it is added once per update, after parts, ranks and shards have
         been summed. The logged loss is that of the predictions only.
         """
-        a = self.model.predictor.predictor_embed.weight
+        a = self.model.predictor.predictor_embed.weight  # A, (P, D)
         assert a.grad is not None
         a.grad += l1 * a.sign() + 2 * l2 * a
         return whole(l1 * a.abs().sum() + l2 * a.square().sum())
@@ -134,6 +134,7 @@ def build_step(
     """
     amp = choose_precision(config.runtime.precision, device)
     automatic = compiles_itself(config.runtime.compile, device, build_sampler(config).static)
+    # Forward and loss are compiled together; autograd compiles the backward pass with them.
     loss = compiled(masked_loss) if automatic or config.runtime.compile == "on" else masked_loss
     step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world)
     alone = world.store is None and n_parts == 1 and step.scaler is None
