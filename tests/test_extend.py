@@ -1,0 +1,100 @@
+"""Every example of docs/extend.md, carried out: its edits made to a copy of the package, and no
+others, then its commands run, each in the state the one before left behind."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+EXAMPLES = {
+    title: text
+    for title, text in re.findall(r"^## (An? [^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+}
+BLOCK = re.compile(r"^```(python|diff|sh)\n(.*?)^```$", re.M | re.S)
+MOST = 40  # lines of an example, commands aside
+# What a command must say, by its first words; a refusal is a line that names the reason.
+SAYS = {
+    "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
+    "A mask sampler": {"report": "one half of the image seen"},
+    "A target": {"inspect": "I-JEPA of several layers", "report": "I-JEPA of several layers"},
+}
+RUN = """
+import shlex, sys
+from stopmim.cli import main
+for line in sys.stdin.read().splitlines():
+    print("$", line)
+    print("exit code", main(shlex.split(line)[1:]), flush=True)
+"""
+
+
+def blocks(example: str, kind: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(EXAMPLES[example]) if found == kind]
+
+
+def apply(edit: str, package: Path) -> None:
+    """A ``diff`` block: hunks, apart by an empty line, of lines to find, to remove and to add."""
+    head, _, hunks = edit.partition("\n")
+    path = package / head.removeprefix("# ")
+    for hunk in hunks.strip("\n").split("\n\n"):
+        lines = hunk.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+        text = path.read_text()
+        assert text.count(old) == 1, f"{path.name} has not exactly one:\n{old}"
+        path.write_text(text.replace(old, new))
+
+
+def add(code: str, package: Path) -> None:
+    """A ``python`` block: a new file, or a piece of one, by the comment it begins with."""
+    head, _, body = code.partition("\n")
+    path, _, where = head.removeprefix("# ").partition(", ")
+    file = package / path
+    if not where:
+        file.write_text(body.lstrip("\n"))
+        return
+    text = file.read_text()
+    at = len(text) if where == "at the end" else text.index(f"class {where.split()[-1]}(")
+    file.write_text(text[:at] + body.strip("\n") + "\n\n\n" + text[at:])
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_needs_only_the_files_it_names(example: str, tmp_path: Path) -> None:
+    code = [
+        line
+        for kind in ("python", "diff")
+        for b in blocks(example, kind)
+        for line in b.splitlines()
+    ]
+    assert len([line for line in code if line.strip()]) <= MOST + 3  # names of files are no code
+    package = tmp_path / "package" / "stopmim"
+    shutil.copytree(ROOT / "src" / "stopmim", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for block in blocks(example, "python"):
+        add(block, package)
+    for block in blocks(example, "diff"):
+        apply(block, package)
+    commands = [line for block in blocks(example, "sh") for line in block.splitlines()]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input="\n".join(commands),
+        env=os.environ | {"PYTHONPATH": str(package.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = re.split(r"^\$ stopmim ", done.stdout, flags=re.M)[1:]
+    assert len(said) == len(commands) >= 3
+    for command, output in zip(commands, said, strict=True):
+        word = command.split()[1]
+        wanted = SAYS.get(example, {}).get(word, "")
+        refused = wanted.startswith("no place")
+        assert ("exit code 0" in output) != refused, done.stdout + done.stderr
+        if word == "report":
+            output = Path(tmp_path, *output.splitlines()[1].split("/")).read_text()
+        assert wanted in (done.stderr if refused else output), output
