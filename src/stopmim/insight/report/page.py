@@ -32,6 +32,7 @@ from stopmim.runs.run import Run
 
 T = TypeVar("T")
 
+HERE = Path(__file__).parent
 PREVIEWS = 8  # images shown with their masks
 
 
@@ -112,7 +113,7 @@ def _name(run: Run) -> str:
 
 def _environment() -> Environment:
     return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([HERE, HERE.parents[1] / "base"]),  # page.html, page.css
         autoescape=True,  # not jinja's default
         finalize=_visible,
         undefined=StrictUndefined,
