@@ -382,6 +382,7 @@ class Bench:
 
     def __call__(self) -> None:
         from stopmim.bench import step as bench
+        from stopmim.bench.timing import check_folder
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: at least one is needed")
@@ -391,7 +392,7 @@ class Bench:
         if self.changes and "changes" not in HEEDED[self.what]:
             raise UserError(f"bench {self.what}: --{next(iter(self.changes))} has no effect")
         if self.out is not None:
-            bench.check_folder(self.out)
+            check_folder(self.out)
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":
