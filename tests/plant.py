@@ -15,7 +15,7 @@ import numpy as np
 
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.health.doctor import Verdict
+from stopmim.health.rules import Verdict
 from stopmim.train.loop import pretrain
 
 FOLDER = Path(__file__).parent / "golden" / "health"

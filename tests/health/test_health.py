@@ -16,8 +16,15 @@ from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.features import rankme
 from stopmim.health import measure as health
-from stopmim.health.doctor import EXIT_CODES, RULES, Watch, diagnose, examine
-from stopmim.health.measure import Health, effective_rank, label_agreement, neighbour_score, probe
+from stopmim.health.doctor import Watch, diagnose, examine
+from stopmim.health.measure import (
+    Health,
+    effective_rank,
+    health_sample,
+    label_agreement,
+    neighbour_score,
+)
+from stopmim.health.rules import EXIT_CODES, RULES
 from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs.run import Run
@@ -34,7 +41,7 @@ def planted(name: str) -> list[dict[str, Any]]:
 
 def measured(model: MaskedImageModel, **changes: Any) -> dict[str, float]:
     config = configure(tiny(**changes))
-    return Health(probe(Scenes(64, size=24), config), torch.device("cpu")).measure(model)
+    return Health(health_sample(Scenes(64, size=24), config), torch.device("cpu")).measure(model)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +236,9 @@ def test_a_run_is_the_same_whether_it_is_measured_or_not(tmp_path: Path) -> None
 
 def measured_of(run: Run, step: int) -> dict[str, float]:
     assert step == 0
-    return Health(probe(NoiseImages(), run.config), torch.device("cpu")).measure(build(run.config))
+    return Health(health_sample(NoiseImages(), run.config), torch.device("cpu")).measure(
+        build(run.config)
+    )
 
 
 def test_of_a_single_image_nothing_is_measured_rather_than_what_is_no_number(

@@ -92,7 +92,7 @@ def bench_step(
         about: Line = {"bench": "step", "positions": name, **sizes(config), "masks": masks}
         lines.append(about | _result(steps[name], times[name], config, ceiling))
     if len(variants) == 2:
-        lines.append(_ratio(*steps.values(), *times.values()))
+        lines.append(_ratio(*steps.values(), times=list(times.values())))
     if profile:
         lines += kernels(steps[base.positions.kind].update, device)
     return record_lines(lines, out, f"step_{base.arch}")
@@ -122,8 +122,8 @@ def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float
     }
 
 
-def _ratio(stop: "WarmStep", plain: "WarmStep", ours: list[float], others: list[float]) -> Line:
-    ratios = [s / p for s, p in zip(ours, others, strict=True)]
+def _ratio(stop: "WarmStep", plain: "WarmStep", *, times: list[list[float]]) -> Line:
+    ratios = [s / p for s, p in zip(*times, strict=True)]
     memory = round(stop.memory / plain.memory, 4) if stop.memory and plain.memory else None
     return {
         "bench": "step ratio stop / sincos",

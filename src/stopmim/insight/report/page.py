@@ -23,7 +23,7 @@ from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.health.doctor import Diagnosis, diagnose
-from stopmim.health.reference import reference
+from stopmim.health.reference import find_reference as reference
 from stopmim.insight.figures import curves, pictures, similarity
 from stopmim.insight.report import explorer
 from stopmim.insight.report.results import best, count, differing, said, shown, time
@@ -66,7 +66,7 @@ def write(
     data = {
         "charts": explorer.charts(
             [(_name(one), one.metrics) for one in runs],
-            ours.beside(_updates(config, metrics)) if config and ours else None,
+            ours.stretched(_updates(config, metrics)) if config and ours else None,
         ),
         "predictions": explorer.predictions(run, config, views)
         if config is not None and model is not None and views
