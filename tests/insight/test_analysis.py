@@ -18,7 +18,7 @@ from stopmim.data.loading import loader
 from stopmim.data.order import shares
 from stopmim.insight.figures import curves, pictures
 from stopmim.insight.figures import similarity as similarity_module
-from stopmim.insight.figures.similarity import Similarity, similarity, spread_queries
+from stopmim.insight.figures.similarity import Similarity, default_queries, similarity
 from stopmim.method.build import draw_masks
 from stopmim.method.positions import Positions, StochasticPositions
 
@@ -114,7 +114,7 @@ def test_the_same_generator_gives_the_same_maps() -> None:
 
 @pytest.mark.parametrize("side", [1, 2, 3, 8, 14, 16])
 def test_the_usual_queries_lie_on_the_grid(side: int) -> None:
-    queries = spread_queries(side)
+    queries = default_queries(side)
     assert queries.min() >= 0
     assert queries.max() < side * side
 
@@ -125,7 +125,7 @@ def test_every_map_of_the_figure_marks_its_query_and_has_one_colour_scale() -> N
     axes = similarity_module.figure(found).axes[:6]
     for i, ax in enumerate(axes):
         row, col = divmod(int(queries[i // 3]), SIDE)
-        assert {patch.get_xy() for patch in ax.patches} == {(col - 0.5, row - 0.5)}  # type: ignore[attr-defined]
+        assert {patch.get_xy() for patch in ax.patches} == {(col, row)}  # type: ignore[attr-defined]
         assert ax.images[0].get_clim() == (found.maps.min(), found.maps.max())
         np.testing.assert_array_equal(ax.images[0].get_array(), found.maps[i // 3, i % 3])
 
