@@ -18,7 +18,7 @@ from stopmim.health.reference import (
     training_share,
     write_reference,
 )
-from stopmim.insight.report import page as report
+from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
 
@@ -79,7 +79,7 @@ def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Pat
 
 
 def test_the_report_draws_the_reference_to_the_length_of_the_whole_run(tmp_path: Path) -> None:
-    page = report.write(half_done(tmp_path / "run")).read_text()
+    page = write_report(half_done(tmp_path / "run")).read_text()
     assert "reference: tiny_cpu on scenes" in page
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     (loss,) = (chart for chart in data["charts"] if chart["title"] == "Loss")

@@ -252,14 +252,14 @@ class Report:
 
     def __call__(self) -> None:
         from stopmim.data.sources.open import open_images
-        from stopmim.insight.report import page as report
+        from stopmim.insight.report.page import write_report
         from stopmim.runs.run import Run
 
         if not self.runs:
             raise UserError("report: name a run directory, as runs/first")
         images = None if self.data is None else open_images(self.data)
         first, *others = map(Run, self.runs)
-        print(report.write(first, images, others=others, out=self.out))
+        print(write_report(first, images, others=others, out=self.out))
 
 
 Branch = Literal["target", "context"]
