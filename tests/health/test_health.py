@@ -1,4 +1,4 @@
-"""What a run measures of itself, and the verdict on runs that are well or ill on purpose."""
+"""The measurements of a run, and the verdicts on runs that are unhealthy on purpose."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
-from stopmim.evals.features import rankme
 from stopmim.health import measure as health
 from stopmim.health.doctor import Watch, diagnose, examine
 from stopmim.health.measure import (
@@ -92,7 +91,7 @@ def test_of_a_run_that_was_trained_too_long_an_earlier_step_is_kept() -> None:
 
 
 def test_a_predictor_that_has_learned_is_not_said_to_have_learned_nothing() -> None:
-    """Of targets with less than half of their rank it is too early to say more."""
+    """With less than half of the rank of the targets left, it is too early to say more."""
     *rows, last = planted("healthy-0")
     start = next(row["random_init"] for row in [*rows, last] if "random_init" in row)
     found = diagnose([*rows, last | {"target_rank": 0.45 * start["target_rank"]}])
@@ -148,7 +147,9 @@ def test_a_run_planted_anew_gets_the_same_verdict(name: str, tmp_path: Path) -> 
 
 def test_the_effective_rank_is_rankme() -> None:
     x = torch.randn(200, 24, generator=seeded()) * torch.logspace(0, -4, 24)
-    assert effective_rank(x) == pytest.approx(rankme(x), rel=1e-5)
+    p = torch.linalg.svdvals(x.double())
+    p = p / p.sum() + 1e-7  # as in the paper
+    assert effective_rank(x) == pytest.approx(float(torch.exp(-(p * p.log()).sum())), rel=1e-5)
     assert effective_rank(torch.ones(50, 8)) == pytest.approx(1.0, abs=1e-4)
     assert effective_rank(torch.eye(8).repeat(5, 1)) == pytest.approx(8.0, rel=1e-4)
 

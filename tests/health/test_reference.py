@@ -1,4 +1,4 @@
-"""A reference is set beside runs of its own kind and no other, at the same share of training."""
+"""A reference is compared with runs of its own kind only, at the same share of training."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ WRITTEN = sorted(FILES.glob("*.jsonl"))
 
 
 def half_done(path: Path) -> Run:
-    """A run directory of `tiny_cpu` with another number of epochs, at half of the way."""
+    """A run directory of `tiny_cpu` with another number of epochs, halfway through."""
     config = configure("tiny_cpu", {"optim.epochs": 8})
     ours = find_reference(config)
     assert ours is not None

@@ -1,4 +1,4 @@
-"""The analyses: that the arrays are what they are said to be, and that every figure is drawn."""
+"""The analyses: their arrays are what they claim to be, and every figure is drawn."""
 
 import json
 import shutil

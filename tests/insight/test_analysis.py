@@ -40,7 +40,7 @@ def measured(positions: Positions, project: nn.Linear | None = None, draws: int 
 
 
 def contrast(found: Similarity, column: int) -> float:
-    """Mean over the queries of the similarity to itself less that to the neighbours."""
+    """Similarity to itself minus that to the neighbours, averaged over the queries."""
     peaks = []
     for query, maps in zip(found.queries, found.maps, strict=True):
         row, col = divmod(int(query), SIDE)

@@ -126,7 +126,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of two updates with results; its images are no longer there."""
+    """A run of two updates with results; its images are gone."""
     path = tmp_path_factory.mktemp("runs") / "trained"
     run = pretrain(
         Pixels(),
@@ -147,7 +147,7 @@ def full(trained: Run) -> Page:
 
 
 def bare(run: Run, path: Path, **about: Any) -> Run:
-    """A run of which there is only run.json, with parts of it replaced."""
+    """A run that consists of run.json only, with parts of it replaced."""
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(run.about | about))
     return Run(path)
@@ -269,7 +269,7 @@ def test_the_config_on_the_page_is_a_preset(trained: Run, full: Page) -> None:
 
 
 def hostile(run: Run, path: Path, text: str) -> Run:
-    """A run with `text` in every place that takes text; nothing of it can be drawn."""
+    """A run with `text` wherever text is allowed; nothing of it can be drawn."""
     about = {
         "config": run.about["config"] | {"arch": text, text: text},
         "data": {"source": text, "images": text, "fingerprint": text},

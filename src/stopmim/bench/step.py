@@ -22,15 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench.timing import (
-    Line,
-    circumstances,
-    record_lines,
-    seconds_per_call,
-    sizes,
-    speed,
-    wait,
-)
+from stopmim.bench import timing
+from stopmim.bench.timing import Line
 from stopmim.config.schema import Config
 from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
@@ -85,17 +78,17 @@ def bench_step(
     products = [matmul_rate(device)]
     for _ in range(rounds):
         for name, step in steps.items():
-            times[name].append(seconds_per_call(step.update, device))
+            times[name].append(timing.seconds_per_call(step.update, device))
     ceiling = statistics.median([*products, matmul_rate(device)])
     lines = []
     for name, config in variants.items():
-        about: Line = {"bench": "step", "positions": name, **sizes(config), "masks": masks}
+        about: Line = {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
         lines.append(about | _result(steps[name], times[name], config, ceiling))
     if len(variants) == 2:
         lines.append(_ratio(*steps.values(), times=list(times.values())))
     if profile:
         lines += kernels(steps[base.positions.kind].update, device)
-    return record_lines(lines, out, f"step_{base.arch}")
+    return timing.record_lines(lines, out, f"step_{base.arch}")
 
 
 def _variants(base: Config, twin: bool) -> dict[str, Config]:
@@ -111,14 +104,14 @@ def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float
     rate, batch_size = step.flops / statistics.median(times), config.optim.batch_size
     return {
         **step.tokens,
-        **speed(times, batch_size),
+        **timing.speed(times, batch_size),
         "tflops": round(rate / 1e12, 3),
         "matmul_tflops": round(ceiling / 1e12, 3),
         "of_matmul": round(rate / ceiling, 3),
         "gflop_per_image": round(step.flops / batch_size / 1e9, 3),
         "peak_memory_mib": step.memory,
         "compile_s": step.compile_seconds,
-        **circumstances(config),
+        **timing.circumstances(config),
     }
 
 
@@ -147,11 +140,11 @@ def bench_masks(
     def draw() -> None:
         draw_masks(config, next(steps), whole, device)
 
-    seconds_per_call(draw, device)  # warm-up
-    times = [seconds_per_call(draw, device) for _ in range(rounds)]
-    result = speed(times, config.optim.batch_size)
-    line: Line = {"bench": "masks", **sizes(config), **result, **circumstances(config)}
-    return record_lines([line], out, f"masks_{config.arch}")
+    timing.seconds_per_call(draw, device)  # warm-up
+    times = [timing.seconds_per_call(draw, device) for _ in range(rounds)]
+    line: Line = {"bench": "masks", **timing.sizes(config)}
+    line |= timing.speed(times, config.optim.batch_size) | timing.circumstances(config)
+    return timing.record_lines([line], out, f"masks_{config.arch}")
 
 
 def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
@@ -177,12 +170,12 @@ def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> lis
     """Milliseconds per update of every kind of kernel, and of the 30 longest by name."""
     from torch.profiler import ProfilerActivity, profile
 
-    wait(device)
+    timing.wait(device)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as seen:
         for _ in range(n):
             update()
-        wait(device)
+        timing.wait(device)
     spent: dict[str, tuple[float, float]] = {}  # name -> ms and calls per update
     for event in seen.key_averages():
         us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
@@ -227,7 +220,7 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
     update, shapes = _update(config, masks, device)
     begin = time.perf_counter()
     update()
-    wait(device)
+    timing.wait(device)
     compile_seconds = time.perf_counter() - begin
     memory = None
     if device.type == "cuda":
@@ -341,5 +334,5 @@ def matmul_rate(device: torch.device) -> float:
     n = PRODUCT[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(n, n, device=device, dtype=dtype)
-    seconds = min(seconds_per_call(lambda: torch.mm(a, a), device) for _ in range(5))
+    seconds = min(timing.seconds_per_call(lambda: torch.mm(a, a), device) for _ in range(5))
     return 2 * n**3 / seconds

@@ -17,18 +17,10 @@ from stopmim.base.errors import UserError
 from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig
 from stopmim.data.sources.open import open_images
+from stopmim.health import rules
 from stopmim.health.measure import Health, health_sample
 from stopmim.health.reference import find_reference, training_share
-from stopmim.health.rules import (
-    EXIT_CODES,
-    RULES,
-    RULES_FOR_FIXED_TARGETS,
-    TOO_CLOSE,
-    TOO_EARLY,
-    Logged,
-    Signs,
-    Verdict,
-)
+from stopmim.health.rules import Logged, Signs, Verdict, fixed_targets
 from stopmim.method.encoder import INITIALISERS
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -56,7 +48,7 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.verdict]
+        return rules.EXIT_CODES[self.verdict]
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
@@ -104,12 +96,12 @@ def diagnose(metrics: Sequence[Logged], config: Config | None = None) -> Diagnos
     there = reference.at(training_share(config, now)) if config and reference else {}
     found = Diagnosis(
         "too early to say",
-        TOO_CLOSE if signs.learned else TOO_EARLY,
+        rules.TOO_CLOSE if signs.learned else rules.TOO_EARLY,
         _evidence(now, start, there),
         step=int(now["step"]),
         reference=reference.name if reference else None,
     )
-    for rule in RULES_FOR_FIXED_TARGETS if _fixed_targets(now) else RULES:
+    for rule in rules.RULES_FOR_FIXED_TARGETS if fixed_targets(now) else rules.RULES:
         if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
             verdict, because, advice = rule.verdict, rule.because, rule.advice
             keep = _best_step(verdict, lines)
@@ -144,17 +136,13 @@ EVIDENCE = (
 CONSTANT = ("target_rank", "target_spread", "target_image_share")  # if the targets are fixed
 
 
-def _fixed_targets(now: Logged) -> bool:
-    return "feature_rank" in now  # measured only if targets say nothing about the encoder
-
-
 def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidence, ...]:
     knn = [(key, f"neighbours agree on {key[4:]}", "rises") for key in now if key[:4] == "knn_"]
     begun = start or {}
     return tuple(
         Evidence(name, float(now[key]), begun.get(key), bar, there.get(key))
         for key, name, bar in (*EVIDENCE, *knn)
-        if key in now and not (key in CONSTANT and _fixed_targets(now))
+        if key in now and not (key in CONSTANT and fixed_targets(now))
     )
 
 

@@ -53,10 +53,10 @@ class HealthSample(NamedTuple):
     labels: dict[str, Tensor]  # (n,) each; only labels with few enough classes
 
 
-def health_sample(images: Images, config: Config, count: int = SAMPLE) -> HealthSample:
-    """Chooses `count` images, or all if there are fewer, and leaves out unreadable ones."""
-    count = min(count, len(images))
-    chosen = numpy_generator("probe", config.seed).choice(len(images), count, replace=False)
+def health_sample(images: Images, config: Config) -> HealthSample:
+    """Chooses SAMPLE images, or all if there are fewer, and leaves out unreadable ones."""
+    count, total = min(SAMPLE, len(images)), len(images)
+    chosen = numpy_generator("probe", config.seed).choice(total, count, replace=False)
     # Two crops of each image; no epoch of training is below 0.
     keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
     pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, 3, S, S)

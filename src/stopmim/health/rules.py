@@ -6,19 +6,12 @@ planted runs of tests/plant.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Verdict = Literal[
     "healthy", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
 ]
-EXIT_CODES: dict[Verdict, int] = {
-    "healthy": 0,
-    "too early to say": 0,
-    "partial collapse": 10,
-    "collapse": 11,
-    "shortcut": 12,
-    "over-training": 13,
-}
+EXIT_CODES: dict[str, int] = dict(zip(get_args(Verdict), (0, 0, 10, 11, 12, 13), strict=True))
 
 Logged = Mapping[str, Any]  # one line of metrics.jsonl, or the measurements in it
 
@@ -162,3 +155,8 @@ RULES_FOR_FIXED_TARGETS = (
 )
 TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
 TOO_CLOSE = "the predictor tells images apart, but the targets are poorer than they may become"
+
+
+def fixed_targets(now: Logged) -> bool:
+    """Whether the targets of a run are not learned, and so say nothing about the encoder."""
+    return "feature_rank" in now

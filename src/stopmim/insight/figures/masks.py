@@ -10,14 +10,8 @@ import torch
 from matplotlib.figure import Figure
 
 from stopmim.config.schema import Config
-from stopmim.insight.figures.pictures import (
-    Preview,
-    colour_bar,
-    draw_preview,
-    house_style,
-    panels,
-    style_images,
-)
+from stopmim.insight.figures import pictures
+from stopmim.insight.figures.pictures import Preview, house_style
 from stopmim.method.build import draw_masks
 
 IMAGES = 64  # per step
@@ -46,14 +40,14 @@ def coverage(config: Config, steps: int = 50) -> Coverage:
 def figure(views: list[Preview], found: Coverage) -> Figure:
     """Images with their masks, and the two maps beside them."""
     columns = min(4, len(views))
-    picture, grid = panels(2, columns + 1, (2 * (columns + 1) + 0.6, 4))
-    style_images(grid[:, columns])
+    picture, grid = pictures.panels(2, columns + 1, (2 * (columns + 1) + 0.6, 4))
+    pictures.style_images(grid[:, columns])
     for axes in grid[:, :columns].flat:
         axes.set_axis_off()
     for axes, view in zip(grid[:, :columns].flat, views, strict=False):
-        draw_preview(axes, view)
+        pictures.draw_preview(axes, view)
     for axes, shares, title in zip(grid[:, columns], found, ("seen", "predicted"), strict=True):
         shown = axes.imshow(100 * shares, cmap="viridis", vmin=0)
         axes.set_title(f"how often {title}", size=9)
-        colour_bar(picture, shown, axes, shrink=0.75, aspect=14, format="%.0f %%")
+        pictures.colour_bar(picture, shown, axes, shrink=0.75, aspect=14, format="%.0f %%")
     return picture

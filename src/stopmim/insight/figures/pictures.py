@@ -107,7 +107,7 @@ def style_images(grid: Any) -> None:
 def colour_bar(picture: Figure, image: Any, axes: Any, **options: Any) -> Any:
     """A colour bar beside `axes`, without frame and tick marks."""
     bar = picture.colorbar(image, ax=axes, **options)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(length=0)
     return bar
 

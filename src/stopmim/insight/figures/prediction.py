@@ -14,15 +14,8 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
-from stopmim.insight.figures.pictures import (
-    Preview,
-    colour_bar,
-    faded,
-    house_style,
-    mark_patch,
-    panels,
-    style_images,
-)
+from stopmim.insight.figures import pictures
+from stopmim.insight.figures.pictures import Preview, house_style
 from stopmim.insight.figures.subject import Subject, indices, pixels, tokens
 
 TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map is almost flat
@@ -64,13 +57,14 @@ def central(patches: np.ndarray, side: int) -> int:
 def figure(predictions: Sequence[Prediction], rows: int = 4) -> Figure:
     """One row per image: the visible part, then the heat map of one hidden patch for every run."""
     rows, columns = min(rows, len(predictions[0].views)), len(predictions)
-    picture, grid = panels(rows, columns + 1, (1.9 * (columns + 1) + 0.8, 1.9 * rows + 0.3))
-    style_images(grid)
+    size = 1.9 * (columns + 1) + 0.8, 1.9 * rows + 0.3
+    picture, grid = pictures.panels(rows, columns + 1, size)
+    pictures.style_images(grid)
     for r in range(rows):
         view, patches = predictions[0].views[r], predictions[0].patches[r]
         side, row = view.side, central(patches, view.side)
         extent = (0, side, side, 0)
-        grid[r, 0].imshow(faded(view.image, view.context, side), extent=extent)
+        grid[r, 0].imshow(pictures.faded(view.image, view.context, side), extent=extent)
         for c, prediction in enumerate(predictions, 1):
             hot = heat(prediction.cosine[r][row]).reshape(side, side)
             grid[r, c].imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
@@ -78,9 +72,9 @@ def figure(predictions: Sequence[Prediction], rows: int = 4) -> Figure:
             if r == 0:
                 grid[r, c].set_title(prediction.name, size=9)
         for axes in grid[r]:
-            mark_patch(axes, int(patches[row]), side)
+            pictures.mark_patch(axes, int(patches[row]), side)
     grid[0, 0].set_title("seen; hidden patch", size=9)
-    bar = colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
+    bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)
     return picture

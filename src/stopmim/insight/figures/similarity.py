@@ -12,14 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from stopmim.base.random_keys import torch_generator
-from stopmim.insight.figures.pictures import (
-    INK,
-    colour_bar,
-    house_style,
-    mark_patch,
-    panels,
-    style_images,
-)
+from stopmim.insight.figures import pictures
+from stopmim.insight.figures.pictures import house_style
 from stopmim.insight.figures.subject import Subject, indices, pixels
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions
@@ -43,13 +37,15 @@ def default_queries(side: int) -> Tensor:
 
 
 def of_model(
-    model: MaskedImageModel, seed: int, draws: int = DRAWS, context: Tensor | None = None
+    model: MaskedImageModel,
+    seed: int,
+    queries: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> Similarity:
-    """The similarity of three positions of a model; see `similarity`."""
+    """The similarity of some positions of a model, three by default; see `similarity`."""
     positions, project = model.predictor.positions, model.predictor.noise_layer
-    generator = torch_generator("report", seed)
-    queries = default_queries(positions.side)
-    return similarity(positions, project, queries, draws, generator, context)
+    queries = default_queries(positions.side) if queries is None else queries
+    return similarity(positions, project, queries, DRAWS, torch_generator("report", seed), context)
 
 
 def same_for_all_images(positions: Positions) -> bool:
@@ -115,19 +111,19 @@ def similarity(
 def figure(similarity: Similarity) -> Figure:
     """One row per query, one column per kind of position, one colour scale, the query framed."""
     rows, columns, side, _ = similarity.maps.shape
-    picture, grid = panels(rows, columns, (5.6, 1.72 * rows))
-    style_images(grid)
+    picture, grid = pictures.panels(rows, columns, (5.6, 1.72 * rows))
+    pictures.style_images(grid)
     low, high = float(similarity.maps.min()), float(similarity.maps.max())
     for r, c in np.ndindex(rows, columns):
         shown = grid[r, c].imshow(
             similarity.maps[r, c], cmap="viridis", vmin=low, vmax=high, extent=(0, side, side, 0)
         )
-        mark_patch(grid[r, c], int(similarity.queries[r]), side)
+        pictures.mark_patch(grid[r, c], int(similarity.queries[r]), side)
     for axes, title in zip(grid[0], COLUMNS, strict=True):
         axes.set_title(title.format(draws=similarity.draws), size=9)
     for axes, query in zip(grid[:, 0], similarity.queries, strict=True):
         row, col = divmod(int(query), side)
         axes.set_ylabel(f"row {row + 1}, column {col + 1}", size=8.5)
-    bar = colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02)
-    bar.set_label("cosine similarity", color=INK, size=8.5)
+    bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02)
+    bar.set_label("cosine similarity", color=pictures.INK, size=8.5)
     return picture

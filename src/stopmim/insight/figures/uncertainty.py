@@ -10,14 +10,8 @@ import torch
 from matplotlib.figure import Figure
 
 from stopmim.base.random_keys import torch_generator
-from stopmim.insight.figures.pictures import (
-    RULE,
-    Preview,
-    colour_bar,
-    house_style,
-    panels,
-    style_images,
-)
+from stopmim.insight.figures import pictures
+from stopmim.insight.figures.pictures import Preview, house_style
 from stopmim.insight.figures.subject import Subject, pixels, tokens
 from stopmim.method.build import draw_masks
 
@@ -60,17 +54,17 @@ def uncertainty(subject: Subject, masks: int = 24, draws: int = 4) -> Uncertaint
 def figure(found: Uncertainty, rows: int = 4) -> Figure:
     """One row per image: the image, the error, the variance over noise; one scale per column."""
     rows = min(rows, len(found.views))
-    picture, grid = panels(rows, 3, (5.6, 1.75 * rows + 0.5))
-    style_images(grid)
+    picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
+    pictures.style_images(grid)
     for axes, view in zip(grid[:, 0], found.views, strict=False):
         axes.imshow(view.image)
     for column, maps in zip(grid.T[1:], (found.error, found.variance), strict=True):
         high = float(np.nanmax(maps[:rows])) or 1.0
         for axes, values in zip(column, maps, strict=False):
-            axes.set_facecolor(RULE)  # seen where a patch was never predicted
+            axes.set_facecolor(pictures.RULE)  # seen where a patch was never predicted
             shown = axes.imshow(values, cmap="viridis", vmin=0, vmax=high)
         options = {"location": "bottom", "shrink": 0.8, "aspect": 24, "pad": 0.01}
-        bar = colour_bar(picture, shown, column, **options)
+        bar = pictures.colour_bar(picture, shown, column, **options)
         bar.set_ticks([0, high], labels=["0", f"{high:.2g}"])
     titles = ("image", "error of the prediction", "variance over noise draws")
     for axes, title in zip(grid[0], titles, strict=True):

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopmim.base.random_keys import torch_generator
 from stopmim.config.schema import Config
 from stopmim.health.rules import Logged
 from stopmim.insight.figures import curves, prediction
 from stopmim.insight.figures.pictures import Preview, resized
-from stopmim.insight.figures.similarity import DRAWS, similarity
+from stopmim.insight.figures.similarity import DRAWS, of_model
 from stopmim.insight.figures.subject import Subject
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
@@ -95,14 +94,12 @@ def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any
 
 def positions(model: MaskedImageModel, seed: int) -> dict[str, Any]:
     """Similarity of every position to every other: without noise, one draw, mean over draws."""
-    table = model.predictor.positions
-    generator = torch_generator("report", seed)
-    every = torch.arange(table.side**2)
-    found = similarity(table, model.predictor.noise_layer, every, DRAWS, generator)
+    side = model.predictor.positions.side
+    found = of_model(model, seed, torch.arange(side**2))
     low, high = float(found.maps.min()), float(found.maps.max())
     scaled = (found.maps - low) / max(1e-9, high - low)  # (N, 3, side, side)
     return {
-        "side": table.side,
+        "side": side,
         "titles": ["without noise", "one draw", f"mean of {DRAWS} draws"],
         "low": round(low, 3),
         "high": round(high, 3),
