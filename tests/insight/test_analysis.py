@@ -16,6 +16,7 @@ from stopmim.config.schema import Config, resolve
 from stopmim.data.crops import augment
 from stopmim.data.loading import loader
 from stopmim.data.order import shares
+from stopmim.health.log import training_seconds
 from stopmim.insight.figures import curves, pictures
 from stopmim.insight.figures import similarity as similarity_module
 from stopmim.insight.figures.similarity import Similarity, default_queries, similarity
@@ -300,7 +301,7 @@ def test_the_ticks_of_an_axis_differ_however_little_a_curve_changes(
 def test_training_time_is_updates_over_throughput_and_ignores_pauses() -> None:
     rows = [row(10, images_per_s=100.0), row(20, images_per_s=50.0), row(30)]
     rows.append(row(40, images_per_s=0))
-    assert curves.training_seconds(rows, batch_size=8) == 10 * 8 / 100 + 10 * 8 / 50
+    assert training_seconds(rows, batch_size=8) == 10 * 8 / 100 + 10 * 8 / 50
 
 
 # ------------------------------------------------------------------------------ style

@@ -18,9 +18,10 @@ from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig
 from stopmim.data.sources.open import open_images
 from stopmim.health import rules
+from stopmim.health.log import Logged, measurements
 from stopmim.health.measure import Health, health_sample
 from stopmim.health.reference import find_reference, training_share
-from stopmim.health.rules import Logged, Signs, Verdict, fixed_targets
+from stopmim.health.rules import Signs, Verdict, fixed_targets
 from stopmim.method.encoder import INITIALISERS
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -107,12 +108,6 @@ def diagnose(metrics: Sequence[Logged], config: Config | None = None) -> Diagnos
             keep = _best_step(verdict, lines)
             return replace(found, verdict=verdict, because=because, advice=advice, keep=keep)
     return found
-
-
-def measurements(metrics: Sequence[Logged]) -> tuple[Logged | None, list[Logged]]:
-    """The measurement of the untrained network, if there is one, and all later ones."""
-    begun = [line["random_init"] for line in metrics if isinstance(line.get("random_init"), dict)]
-    return (begun[0] if begun else None), [line for line in metrics if "target_rank" in line]
 
 
 def _best_step(verdict: Verdict, lines: Sequence[Logged]) -> int | None:

@@ -15,7 +15,7 @@ import torch
 
 from stopmim.base.files import write_whole
 from stopmim.config.schema import Config, resolve
-from stopmim.health.rules import Logged
+from stopmim.health.log import Logged
 from stopmim.method.build import build_positions, build_target
 from stopmim.runs.run import Run
 

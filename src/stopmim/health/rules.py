@@ -5,15 +5,15 @@ spread is a partial collapse, three quarters of the rank a full one. The thresho
 planted runs of tests/plant.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from stopmim.health.log import Logged
 
 Verdict = Literal[
     "healthy", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
 ]
 EXIT_CODES: dict[str, int] = dict(zip(get_args(Verdict), (0, 0, 10, 11, 12, 13), strict=True))
-
-Logged = Mapping[str, Any]  # one line of metrics.jsonl, or the measurements in it
 
 
 class Signs(NamedTuple):

@@ -3,14 +3,14 @@
 Shapes: n logged steps, b points of a curve.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from stopmim.health.log import Logged, measurements, number
 from stopmim.insight.figures.pictures import SERIES, house_style, style_plot
 
 POINTS = 240  # per curve: more cannot be seen, and would make the page of a long run many MB
@@ -76,28 +76,16 @@ class Curve(NamedTuple):
     high: np.ndarray  # (b,)
 
 
-def number(value: object) -> float | None:
-    """`value` if it is a finite number: a line of JSON can hold anything."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # JSON has integers of any length
-        return None
-
-
 def curve(
-    rows: Sequence[Mapping[str, Any]], key: str, points: int = POINTS, low: float | None = None
+    lines: Sequence[Logged], key: str, points: int = POINTS, low: float | None = None
 ) -> Curve:
-    """The finite values of `key` in the rows of metrics.jsonl, thinned to at most `points`.
+    """The finite values of `key` in the lines of metrics.jsonl, thinned to at most `points`.
 
     The measurement of the untrained network is the value at step 0.
     """
-    begun = [row["random_init"] for row in rows if isinstance(row.get("random_init"), Mapping)]
-    pairs: list[tuple[float | None, float | None]] = [
-        (0.0, number(row.get(key))) for row in begun[:1]
-    ]
-    pairs += [(number(row.get("step")), number(row.get(key))) for row in rows]
+    untrained, _ = measurements(lines)
+    every = [{**(untrained or {}), "step": 0}, *lines]
+    pairs = [(number(line.get("step")), number(line.get(key))) for line in every]
     known = np.array([(s, v) for s, v in pairs if s is not None and v is not None]).reshape(-1, 2)
     if low is not None:
         known[:, 1] = known[:, 1].clip(min=low)
@@ -107,17 +95,6 @@ def curve(
         for steps, values in (piece.T for piece in pieces if len(piece))
     ]
     return Curve(*np.array(reduced).reshape(-1, 4).T)
-
-
-def training_seconds(rows: Sequence[Mapping[str, Any]], batch_size: int) -> float:
-    """Time spent on updates, from the throughput between log points; pauses do not count."""
-    seconds, before = 0.0, 0.0
-    for row in rows:
-        step, rate = number(row.get("step")), number(row.get("images_per_s"))
-        if step is not None and rate:
-            seconds += max(0.0, step - before) * batch_size / rate
-            before = step
-    return seconds
 
 
 def _short(value: float) -> str:

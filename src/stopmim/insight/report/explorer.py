@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from stopmim.config.schema import Config
-from stopmim.health.rules import Logged
+from stopmim.health.log import Logged
 from stopmim.insight.figures import curves, prediction
 from stopmim.insight.figures.pictures import Preview, resized
 from stopmim.insight.figures.similarity import DRAWS, of_model

@@ -23,8 +23,8 @@ from stopmim.config.schema import Config, flatten, resolve, to_yaml
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.health.doctor import Diagnosis, diagnose
+from stopmim.health.log import Logged, measurements, number, training_seconds
 from stopmim.health.reference import Reference, find_reference
-from stopmim.health.rules import Logged
 from stopmim.insight.figures import curves, pictures, similarity
 from stopmim.insight.figures.subject import images_of
 from stopmim.insight.report import explorer
@@ -203,7 +203,7 @@ def _summary(
     }
     if config is not None:
         model, sigma = _described(config), config.positions.sigma
-        seconds = curves.training_seconds(metrics, config.optim.batch_size)
+        seconds = training_seconds(metrics, config.optim.batch_size)
         facts |= {
             "arch": config.arch,
             "method": model.method,
@@ -223,7 +223,7 @@ def _known(facts: dict[str, Any]) -> dict[str, str]:
 def _updates(config: Config, metrics: Sequence[Logged]) -> float:
     """Updates of the whole run, estimated from its last line."""
     last = metrics[-1] if metrics else {}
-    step, epoch = curves.number(last.get("step")), curves.number(last.get("epoch"))
+    step, epoch = number(last.get("step")), number(last.get("epoch"))
     return config.optim.epochs * step / epoch if step and epoch else 1.0
 
 
@@ -238,11 +238,11 @@ def _compared(run: Run) -> dict[str, str]:
     """A line of the table of runs."""
     metrics, best, found = run.metrics, best_result(run.results), _diagnosis(run.metrics)
     last = metrics[-1] if metrics else {}
-    measured: Logged = next((line for line in reversed(metrics) if "target_rank" in line), {})
+    measured: Logged = (measurements(metrics)[1] or [{}])[-1]
     what = ", ".join(filter(None, (f"{best.protocol} {best.label}", best.of))) if best else ""
 
     def text(line: Logged, key: str) -> str:
-        value = curves.number(line.get(key))
+        value = number(line.get(key))
         return "-" if value is None else f"{value:.3g}"
 
     return {

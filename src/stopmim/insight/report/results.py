@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stopmim.insight.figures.curves import number
+from stopmim.health.log import number
 
 # Keys of a result that have a column of their own.
 _COLUMNS = {"name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection"}
