@@ -186,7 +186,7 @@ def _image_share(tokens: Tensor) -> float:
 
 
 def _predictions(predicted: Tensor, target: Tensor) -> dict[str, float]:
-    """What predictions (M, n, K, D) consist of, and how good they are."""
+    """Composition and quality of predictions (M, n, K, D)."""
     p, t = (x.transpose(1, 2).flatten(0, 1) for x in (predicted, target))  # (positions, n, D)
     mean = F.normalize(t.flatten(0, 1).mean(dim=0), dim=0)
     along = (p @ mean).square().sum() / p.square().sum().clamp(min=1e-12)

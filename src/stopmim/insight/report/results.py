@@ -96,7 +96,7 @@ def _origin(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing(results: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Which of data, branch and step differ between the results of a run."""
+    """Names among data, branch and step that differ between the results of a run."""
     seen = {("branch", "target encoder")}  # the default; the context encoder is always named
     seen |= {item for line in results for item in _origin(line).items()}
     keys = [key for key, _ in seen]
