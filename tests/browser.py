@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium without a window, driven through its debugging pipe."""
+"""A real browser for tests: headless Chromium, driven through its debugging pipe."""
 
 import base64
 import fcntl
@@ -26,7 +26,7 @@ FLAGS = (
 
 
 class Browser:
-    """One page. `errors` has what it complained of, `requests` the addresses it asked for."""
+    """One page. `errors` collects its complaints, `requests` the addresses it asked for."""
 
     def __init__(self, profile: Path, *, dark: bool = False, wide: int = 1200) -> None:
         program = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -81,7 +81,7 @@ class Browser:
         os.close(self.write)
 
     def call(self, method: str, **params: Any) -> Any:
-        """Sends one command and waits for its answer; what happens meanwhile is noted."""
+        """Sends one command and waits for its answer; events in between are recorded."""
         self.number += 1
         message: dict[str, Any] = {"id": self.number, "method": method, "params": params}
         if self.session:

@@ -1,7 +1,7 @@
-"""Runs that are well or ill on purpose, and what they logged, for the doctor to tell apart.
+"""Runs that are healthy or unhealthy on purpose, and their logs, for the doctor to tell apart.
 
-``python tests/plant.py [NAME ...]`` makes the runs and records their measurements under
-tests/golden/health/: minutes each. The recipe is that of `tiny_cpu` on larger patches.
+``python tests/plant.py [NAME ...]`` trains the runs and records their measurements under
+tests/golden/health/, minutes each. The recipe is that of `tiny_cpu` with larger patches.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.health.doctor import Verdict
+from stopmim.health.rules import Verdict
 from stopmim.train.loop import pretrain
 
 FOLDER = Path(__file__).parent / "golden" / "health"
@@ -27,7 +27,7 @@ OPTIM = {"epochs": 6, "batch_size": 16, "warmup_epochs": 0.5}
 
 
 class Static:
-    """Patches of colours that have nothing to do with each other: nothing hidden can be told."""
+    """Patches of unrelated colours: nothing hidden can be predicted."""
 
     labels: dict[str, np.ndarray] = {}  # noqa: RUF012 - as the protocol has it
     fingerprint = "static"
@@ -44,7 +44,7 @@ class Static:
 
 
 class Same(Static):
-    """The same grey picture again and again."""
+    """The same grey image again and again."""
 
     fingerprint = "same"
 

@@ -95,7 +95,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_archives_have_all_there_is(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {"stopmim/py.typed", "stopmim/report/page.html", "stopmim/report/report.css"} <= inside
+    data = {"py.typed", "base/page.css", "insight/report/page.html", "insight/report/page.js"}
+    assert {f"stopmim/{name}" for name in data} <= inside
     assert not any(name.startswith(("tests", "examples")) for name in inside)
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -8,7 +8,8 @@ import torch
 
 from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
-from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks, written
+from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
+from stopmim.bench.timing import record_lines
 from stopmim.method.build import configure, draw_masks
 
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
@@ -16,7 +17,7 @@ QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def _a_clock_is_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stopmim.bench.step.STEPS", 2)
+    monkeypatch.setattr("stopmim.bench.timing.CALLS", 2)
 
 
 def test_operations_are_those_of_the_architecture() -> None:
@@ -55,7 +56,7 @@ def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
 def test_figures_of_one_day_are_in_one_file_and_none_is_lost(tmp_path: Path) -> None:
     line = {"bench": "step", "device": "NVIDIA H200", "date": "2026-11-16"}
     for masks in ("own", "published"):
-        written([line | {"masks": masks}], tmp_path, "step_vit_b16")
+        record_lines([line | {"masks": masks}], tmp_path, "step_vit_b16")
     (file,) = tmp_path.iterdir()
     assert file.name == "step_vit_b16_nvidia-h200_2026-11-16.md"
     title, _, opened, *lines, closed = file.read_text().splitlines()

@@ -55,7 +55,7 @@ def test_the_demo_beats_random_init_by_a_clear_margin(tmp_path: Path) -> None:
 def test_a_benchmark_prints_json_and_writes_a_dated_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stopmim.bench.step.STEPS", 2)
+    monkeypatch.setattr("stopmim.bench.timing.CALLS", 2)
     command = ["bench", "step", "--rounds", "1", "--out", str(tmp_path)]
     assert main([*command, "--optim.batch_size", "4", "--runtime.device", "cpu"]) == 0
     stop, sincos, ratio = map(json.loads, capsys.readouterr().out.splitlines())

@@ -1,4 +1,4 @@
-"""What a run measures of itself, and the verdict on runs that are well or ill on purpose."""
+"""The measurements of a run, and the verdicts on runs that are unhealthy on purpose."""
 
 import json
 import math
@@ -14,10 +14,16 @@ from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
-from stopmim.evals.features import rankme
 from stopmim.health import measure as health
-from stopmim.health.doctor import EXIT_CODES, RULES, Watch, diagnose, examine
-from stopmim.health.measure import Health, effective_rank, label_agreement, neighbour_score, probe
+from stopmim.health.doctor import Watch, diagnose, examine
+from stopmim.health.measure import (
+    Health,
+    effective_rank,
+    health_sample,
+    label_agreement,
+    neighbour_score,
+)
+from stopmim.health.rules import EXIT_CODES, RULES
 from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs.run import Run
@@ -34,7 +40,7 @@ def planted(name: str) -> list[dict[str, Any]]:
 
 def measured(model: MaskedImageModel, **changes: Any) -> dict[str, float]:
     config = configure(tiny(**changes))
-    return Health(probe(Scenes(64, size=24), config), torch.device("cpu")).measure(model)
+    return Health(health_sample(Scenes(64, size=24), config), torch.device("cpu")).measure(model)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def test_of_a_run_that_was_trained_too_long_an_earlier_step_is_kept() -> None:
 
 
 def test_a_predictor_that_has_learned_is_not_said_to_have_learned_nothing() -> None:
-    """Of targets with less than half of their rank it is too early to say more."""
+    """With less than half of the rank of the targets left, it is too early to say more."""
     *rows, last = planted("healthy-0")
     start = next(row["random_init"] for row in [*rows, last] if "random_init" in row)
     found = diagnose([*rows, last | {"target_rank": 0.45 * start["target_rank"]}])
@@ -141,7 +147,9 @@ def test_a_run_planted_anew_gets_the_same_verdict(name: str, tmp_path: Path) -> 
 
 def test_the_effective_rank_is_rankme() -> None:
     x = torch.randn(200, 24, generator=seeded()) * torch.logspace(0, -4, 24)
-    assert effective_rank(x) == pytest.approx(rankme(x), rel=1e-5)
+    p = torch.linalg.svdvals(x.double())
+    p = p / p.sum() + 1e-7  # as in the paper
+    assert effective_rank(x) == pytest.approx(float(torch.exp(-(p * p.log()).sum())), rel=1e-5)
     assert effective_rank(torch.ones(50, 8)) == pytest.approx(1.0, abs=1e-4)
     assert effective_rank(torch.eye(8).repeat(5, 1)) == pytest.approx(8.0, rel=1e-4)
 
@@ -229,7 +237,9 @@ def test_a_run_is_the_same_whether_it_is_measured_or_not(tmp_path: Path) -> None
 
 def measured_of(run: Run, step: int) -> dict[str, float]:
     assert step == 0
-    return Health(probe(NoiseImages(), run.config), torch.device("cpu")).measure(build(run.config))
+    return Health(health_sample(NoiseImages(), run.config), torch.device("cpu")).measure(
+        build(run.config)
+    )
 
 
 def test_of_a_single_image_nothing_is_measured_rather_than_what_is_no_number(

@@ -1,4 +1,4 @@
-"""A reference is set beside runs of its own kind and no other, at the same share of training."""
+"""A reference is compared with runs of its own kind only, at the same share of training."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,17 @@ import pytest
 
 from stopmim.config.schema import Config
 from stopmim.health.doctor import diagnose, examine
-from stopmim.health.reference import FILES, KEYS, LINES, reference, rounded, share, thinned, write
-from stopmim.insight.report import page as report
+from stopmim.health.reference import (
+    FILES,
+    KEYS,
+    LINES,
+    find_reference,
+    rounded,
+    thinned,
+    training_share,
+    write_reference,
+)
+from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
 
@@ -17,9 +26,9 @@ WRITTEN = sorted(FILES.glob("*.jsonl"))
 
 
 def half_done(path: Path) -> Run:
-    """A run directory of `tiny_cpu` with another number of epochs, at half of the way."""
+    """A run directory of `tiny_cpu` with another number of epochs, halfway through."""
     config = configure("tiny_cpu", {"optim.epochs": 8})
-    ours = reference(config)
+    ours = find_reference(config)
     assert ours is not None
     health = ours.at(0.5)
     start = {key: value for key, value in ours.rows[0].items() if key != "share"}
@@ -37,7 +46,7 @@ def half_done(path: Path) -> Run:
 def test_a_reference_is_a_healthy_run_in_a_hundred_lines(file: Path) -> None:
     about, *rows = map(json.loads, file.read_text().splitlines())
     assert len(rows) < LINES
-    ours = reference(configure(file.stem))
+    ours = find_reference(configure(file.stem))
     assert ours is not None
     assert (ours.name, ours.rows) == (about["name"], rows)
     shares = [row["share"] for row in rows]
@@ -52,9 +61,9 @@ def test_a_reference_is_a_healthy_run_in_a_hundred_lines(file: Path) -> None:
     [{"arch": "vit_ti6"}, {"image_size": 60}, {"positions.kind": "sincos"}],
 )
 def test_a_run_of_another_kind_has_no_reference(change: dict[str, Any]) -> None:
-    assert reference(configure("tiny_cpu")) is not None
-    assert reference(configure("tiny_cpu", {"optim.lr": 1e-3, "seed": 5})) is not None
-    assert reference(configure("tiny_cpu", change)) is None
+    assert find_reference(configure("tiny_cpu")) is not None
+    assert find_reference(configure("tiny_cpu", {"optim.lr": 1e-3, "seed": 5})) is not None
+    assert find_reference(configure("tiny_cpu", change)) is None
 
 
 def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Path) -> None:
@@ -70,7 +79,7 @@ def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Pat
 
 
 def test_the_report_draws_the_reference_to_the_length_of_the_whole_run(tmp_path: Path) -> None:
-    page = report.write(half_done(tmp_path / "run")).read_text()
+    page = write_report(half_done(tmp_path / "run")).read_text()
     assert "reference: tiny_cpu on scenes" in page
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     (loss,) = (chart for chart in data["charts"] if chart["title"] == "Loss")
@@ -89,7 +98,7 @@ def test_a_reference_made_of_a_run_has_its_measurements_and_no_more_than_its_sha
     tmp_path.joinpath("run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
     text = "".join(json.dumps(line) + "\n" for line in lines)
     tmp_path.joinpath("metrics.jsonl").write_text(text)
-    write(Run(tmp_path), tmp_path / "made.jsonl", "made")
+    write_reference(Run(tmp_path), tmp_path / "made.jsonl", "made")
     about, *rows = map(json.loads, (tmp_path / "made.jsonl").read_text().splitlines())
     assert about["name"] == "made"
     assert len(rows) < LINES
@@ -116,5 +125,5 @@ def test_a_thinned_curve_keeps_its_end_and_its_measurements_but_never_too_many()
 
 
 def test_the_share_of_a_run_that_was_trained_on_is_all_of_it() -> None:
-    assert share(Config(), {"epoch": 10 * Config().optim.epochs}) == 1
-    assert share(Config(), {}) == 0
+    assert training_share(Config(), {"epoch": 10 * Config().optim.epochs}) == 1
+    assert training_share(Config(), {}) == 0

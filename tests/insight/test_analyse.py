@@ -1,4 +1,4 @@
-"""The analyses: that the arrays are what they are said to be, and that every figure is drawn."""
+"""The analyses: their arrays are what they claim to be, and every figure is drawn."""
 
 import json
 import shutil
@@ -180,12 +180,12 @@ def test_uncertainty_is_zero_without_noise_and_grows_with_it(
     calm = uncertainty.uncertainty(load(certain.path, None, 4), masks=6, draws=4)
     known = noisy.times > 0
     assert known.mean() > 0.8
-    assert np.nanmax(calm.spread) < 1e-10
-    assert np.nanmean(noisy.spread) > 1e-6
+    assert np.nanmax(calm.variance) < 1e-10
+    assert np.nanmean(noisy.variance) > 1e-6
     assert np.isnan(noisy.error[~known]).all()
     monkeypatch.setattr(subject.model.predictor.positions, "sigma", 16 * 0.25)
     loud = uncertainty.uncertainty(subject, masks=6, draws=4)
-    assert np.nanmean(loud.spread) > 4 * np.nanmean(noisy.spread)
+    assert np.nanmean(loud.variance) > 4 * np.nanmean(noisy.variance)
 
 
 def test_the_error_of_a_perfect_prediction_would_be_zero(

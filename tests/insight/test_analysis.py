@@ -16,9 +16,10 @@ from stopmim.config.schema import Config, resolve
 from stopmim.data.crops import augment
 from stopmim.data.loading import loader
 from stopmim.data.order import shares
+from stopmim.health.log import training_seconds
 from stopmim.insight.figures import curves, pictures
 from stopmim.insight.figures import similarity as similarity_module
-from stopmim.insight.figures.similarity import Similarity, similarity, spread_queries
+from stopmim.insight.figures.similarity import Similarity, default_queries, similarity
 from stopmim.method.build import draw_masks
 from stopmim.method.positions import Positions, StochasticPositions
 
@@ -40,7 +41,7 @@ def measured(positions: Positions, project: nn.Linear | None = None, draws: int 
 
 
 def contrast(found: Similarity, column: int) -> float:
-    """Mean over the queries of the similarity to itself less that to the neighbours."""
+    """Similarity to itself minus that to the neighbours, averaged over the queries."""
     peaks = []
     for query, maps in zip(found.queries, found.maps, strict=True):
         row, col = divmod(int(query), SIDE)
@@ -114,7 +115,7 @@ def test_the_same_generator_gives_the_same_maps() -> None:
 
 @pytest.mark.parametrize("side", [1, 2, 3, 8, 14, 16])
 def test_the_usual_queries_lie_on_the_grid(side: int) -> None:
-    queries = spread_queries(side)
+    queries = default_queries(side)
     assert queries.min() >= 0
     assert queries.max() < side * side
 
@@ -125,7 +126,7 @@ def test_every_map_of_the_figure_marks_its_query_and_has_one_colour_scale() -> N
     axes = similarity_module.figure(found).axes[:6]
     for i, ax in enumerate(axes):
         row, col = divmod(int(queries[i // 3]), SIDE)
-        assert {patch.get_xy() for patch in ax.patches} == {(col - 0.5, row - 0.5)}  # type: ignore[attr-defined]
+        assert {patch.get_xy() for patch in ax.patches} == {(col, row)}  # type: ignore[attr-defined]
         assert ax.images[0].get_clim() == (found.maps.min(), found.maps.max())
         np.testing.assert_array_equal(ax.images[0].get_array(), found.maps[i // 3, i % 3])
 
@@ -300,7 +301,7 @@ def test_the_ticks_of_an_axis_differ_however_little_a_curve_changes(
 def test_training_time_is_updates_over_throughput_and_ignores_pauses() -> None:
     rows = [row(10, images_per_s=100.0), row(20, images_per_s=50.0), row(30)]
     rows.append(row(40, images_per_s=0))
-    assert curves.training_seconds(rows, batch_size=8) == 10 * 8 / 100 + 10 * 8 / 50
+    assert training_seconds(rows, batch_size=8) == 10 * 8 / 100 + 10 * 8 / 50
 
 
 # ------------------------------------------------------------------------------ style

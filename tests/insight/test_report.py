@@ -21,9 +21,8 @@ from stopmim.config.schema import from_yaml
 from stopmim.data.sources.open import open_images
 from stopmim.insight.figures import curves
 from stopmim.insight.report import explorer
-from stopmim.insight.report import page as report
-from stopmim.insight.report.results import best
-from stopmim.insight.report.results import shown as as_text
+from stopmim.insight.report.page import PREVIEWS, write_report
+from stopmim.insight.report.results import as_text, best_result
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 from tiny import NoiseImages, tiny
@@ -127,7 +126,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of two updates with results; its images are no longer there."""
+    """A run of two updates with results; its images are gone."""
     path = tmp_path_factory.mktemp("runs") / "trained"
     run = pretrain(
         Pixels(),
@@ -144,11 +143,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def full(trained: Run) -> Page:
     """The page of that run, with everything on it."""
-    return Page(report.write(trained, Pixels()))
+    return Page(write_report(trained, Pixels()))
 
 
 def bare(run: Run, path: Path, **about: Any) -> Run:
-    """A run of which there is only run.json, with parts of it replaced."""
+    """A run that consists of run.json only, with parts of it replaced."""
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(run.about | about))
     return Run(path)
@@ -192,7 +191,7 @@ def test_the_page_forbids_the_browser_to_run_anything_else_or_to_load_anything(f
 
 
 def test_writing_the_page_again_gives_the_same_page(trained: Run, full: Page) -> None:
-    assert Page(report.write(trained, Pixels())).source == full.source
+    assert Page(write_report(trained, Pixels())).source == full.source
 
 
 # ------------------------------------------------------------------------------ what it says
@@ -229,7 +228,7 @@ def test_the_summary_says_what_was_trained_on_what_and_how_well(full: Page) -> N
         "images from pixels , seen at 48 x 48 pixels",  # parts of the text are set in bold
         "It has made 2 updates, 1 of 1 epochs, in",
         # Not the 70 % of the line that was chosen on the test split.
-        "Best result: 41.2 % (knn, count), where the same encoder before training reaches 22.0 %:",
+        "Best result: 41.2 % (knn, count), where the same encoder reaches 22.0 % before training:",
         "+19.2 points",
     ):
         assert said in full.text.replace(" ,", ",").replace("pixels,", "pixels ,", 1), said
@@ -246,7 +245,7 @@ def test_every_panel_of_curves_is_drawn_from_what_training_logs(full: Page) -> N
 
 def test_every_figure_has_words_for_those_who_do_not_see_it(full: Page) -> None:
     described = [div["aria-label"] for div in full.all("div") if div.get("role") == "img"]
-    assert len(full.all("svg")) == len(described) == len(PANELS) + report.PREVIEWS + 1
+    assert len(full.all("svg")) == len(described) == len(PANELS) + PREVIEWS + 1
     assert min(map(len, described)) > 20
     assert not full.all("img")
 
@@ -270,7 +269,7 @@ def test_the_config_on_the_page_is_a_preset(trained: Run, full: Page) -> None:
 
 
 def hostile(run: Run, path: Path, text: str) -> Run:
-    """A run with `text` in every place that takes text; nothing of it can be drawn."""
+    """A run with `text` wherever text is allowed; nothing of it can be drawn."""
     about = {
         "config": run.about["config"] | {"arch": text, text: text},
         "data": {"source": text, "images": text, "fingerprint": text},
@@ -291,8 +290,8 @@ def hostile(run: Run, path: Path, text: str) -> Run:
 def test_hostile_text_is_shown_and_adds_no_tag_and_no_attribute(
     trained: Run, tmp_path: Path, payload: str
 ) -> None:
-    harmless = Page(report.write(hostile(trained, tmp_path / "a", "harmless")))
-    page = Page(report.write(hostile(trained, tmp_path / "b", payload)))
+    harmless = Page(write_report(hostile(trained, tmp_path / "a", "harmless")))
+    page = Page(write_report(hostile(trained, tmp_path / "b", payload)))
     assert page.skeleton == harmless.skeleton
     assert len(page.source.splitlines()) == len(harmless.source.splitlines())
     escaped = "".join(
@@ -312,7 +311,7 @@ def test_hostile_text_around_a_whole_run_adds_nothing_to_its_page(
     about = trained.about
     about["data"]["source"] = about["starts"][0]["host"] = "".join(PAYLOADS)
     (path / "run.json").write_text(json.dumps(about))
-    page = Page(report.write(Run(path), Pixels()))
+    page = Page(write_report(Run(path), Pixels()))
     assert page.skeleton == full.skeleton
 
 
@@ -331,7 +330,7 @@ def test_a_run_json_of_another_shape_still_gives_a_page(tmp_path: Path, about: o
     for name in ("metrics", "results"):
         lines = ["{}", "[]", "3", '{"step": 1e999, "value": NaN, "low": [], "n": {}}', "{torn"]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    page = Page(report.write(Run(tmp_path)))
+    page = Page(write_report(Run(tmp_path)))
     assert "The config in run.json is not valid" in page.text
     assert "No images: the masks are drawn from the config, which cannot be read" in page.text
 
@@ -343,7 +342,7 @@ def test_a_run_that_has_only_begun_has_a_page_that_names_what_is_missing(
     trained: Run, tmp_path: Path
 ) -> None:
     data = trained.about["data"] | {"source": str(tmp_path / "gone")}
-    page = Page(report.write(bare(trained, tmp_path / "begun", data=data)))
+    page = Page(write_report(bare(trained, tmp_path / "begun", data=data)))
     for missing in (
         "No update has been logged yet.",
         "No result can be compared with random init yet.",
@@ -361,14 +360,14 @@ def test_other_images_than_the_run_began_with_are_not_shown(trained: Run, tmp_pa
     class Others(Pixels):
         fingerprint = "others"
 
-    page = Page(report.write(bare(trained, tmp_path / "run"), Others()))
-    assert "No images: the images found now are not those that the run began with" in page.text
+    page = Page(write_report(bare(trained, tmp_path / "run"), Others()))
+    assert "No images: the images found now are not those that the run was trained on" in page.text
 
 
 def test_the_images_that_run_json_names_are_opened_again(trained: Run, tmp_path: Path) -> None:
     data = {"source": "scenes:16:48", "fingerprint": open_images("scenes:16:48").fingerprint}
-    page = Page(report.write(bare(trained, tmp_path / "run", data=data)))
-    assert len(page.all("svg")) == report.PREVIEWS
+    page = Page(write_report(bare(trained, tmp_path / "run", data=data)))
+    assert len(page.all("svg")) == PREVIEWS
 
 
 def test_a_run_without_noise_says_that_its_positions_are_certain(tmp_path: Path) -> None:
@@ -381,7 +380,7 @@ def test_a_run_without_noise_says_that_its_positions_are_certain(tmp_path: Path)
         optim={"epochs": 2, "warmup_epochs": 0.5, "batch_size": 16},
         runtime={"workers": 0},
     )
-    page = Page(report.write(run))
+    page = Page(write_report(run))
     assert "The positions of this run are certain" in page.text
     assert "with StoP, A carries the noise" in page.text  # here it does not
     assert "pretrained by I-JEPA on" in page.text
@@ -390,13 +389,13 @@ def test_a_run_without_noise_says_that_its_positions_are_certain(tmp_path: Path)
 
 def test_a_folder_that_is_no_run_is_refused(trained: Run, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a run directory"):
-        report.write(Run(tmp_path))
+        write_report(Run(tmp_path))
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="gone: not a run directory: no such folder"):
-        report.write(trained, others=[Run(tmp_path / "gone")], out=tmp_path / "x.html")
+        write_report(trained, others=[Run(tmp_path / "gone")], out=tmp_path / "x.html")
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"not a run directory: run\.json holds no object"):
-        report.write(Run(tmp_path))
+        write_report(Run(tmp_path))
 
 
 # ------------------------------------------------------------------------------ in a browser
@@ -499,7 +498,7 @@ def test_hostile_text_runs_nothing_in_a_browser(
     (path / "run.json").write_text(json.dumps(about))
     other = hostile(trained, tmp_path / "other", PAYLOADS[2])
     browser.requests.clear()
-    browser.open(report.write(Run(path), Pixels(), others=[other], out=tmp_path / "page.html"))
+    browser.open(write_report(Run(path), Pixels(), others=[other], out=tmp_path / "page.html"))
     assert browser.errors == []
     assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
     assert browser.ask("document.querySelectorAll('[onerror], iframe').length") == 0
@@ -507,18 +506,18 @@ def test_hostile_text_runs_nothing_in_a_browser(
 
 
 def test_several_runs_are_on_one_page(trained: Run, full: Page, tmp_path: Path) -> None:
-    page = Page(report.write(trained, Pixels(), others=[trained], out=tmp_path / "both.html"))
-    assert "Beside other runs" in page.text
+    page = Page(write_report(trained, Pixels(), others=[trained], out=tmp_path / "both.html"))
+    assert "Compared with other runs" in page.text
     data = json.loads(next(text for text in page.scripts if text.startswith("{")))
     assert {line["run"] for line in data["charts"][0]["lines"]} == {-1, 0, 1}  # -1: reference
-    assert "Beside other runs" not in full.text
+    assert "Compared with other runs" not in full.text
 
 
 def test_an_evaluation_that_was_repeated_is_one_line(tmp_path: Path) -> None:
     run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
     for n in (10, 10, 20):
         run.add_result(name="accuracy", protocol="knn", label="count", value=0.5, n=n)
-    page = report.write(run, NoiseImages()).read_text()
+    page = write_report(run, NoiseImages()).read_text()
     assert page.count('<th scope="row">knn</th>') == 2
 
 
@@ -532,12 +531,12 @@ def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one
     film = usual | facts | {"protocol": "tracking", "videos": "films"}
 
     def lines() -> list[str]:
-        page = Page(report.write(run, NoiseImages())).text
+        page = Page(write_report(run, NoiseImages())).text
         return re.findall(r"count ((?:on|context|target|step|-).*?) 50.0 %", page)
 
     run.add_result(**usual, **facts)
     run.add_result(**film)
-    text = Page(report.write(run, NoiseImages())).text
+    text = Page(write_report(run, NoiseImages())).text
     assert not any(word in text for word in ("birds", "films", "step 5"))
     run.add_result(**usual, **facts | {"test_data": "bees (9 images)"})
     assert lines() == ["on birds (9 images)", "on bees (9 images)"]
@@ -551,12 +550,12 @@ def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one
     # Which is nothing to be proud of.
     decay = {"name": "J decay", "value": 0.9, "random_init": 0.1, "low": 0.8, "high": 1.0}
     run.add_result(**film | decay)
-    text = Page(report.write(run, NoiseImages())).text
+    text = Page(write_report(run, NoiseImages())).text
     assert "Best result: 50.0 % (knn, count, on birds (9 images), target encoder, step 5)" in text
     assert as_text(film | decay).verdict == "down"
     # A loss below 0 is a share as well; and a part of tracking is not the best of all.
     gain = as_text(film | decay | {"value": -0.0022, "low": -0.1})
     assert (gain.value, gain.interval, gain.difference) == ("-0.2 %", "-10.0 to 100.0", "-10.2")
     recall = film | {"name": "J recall", "value": 1.0, "random_init": 0.0}
-    assert best([recall]) is None
-    assert best([recall | {"name": "J&F"}]) is not None
+    assert best_result([recall]) is None
+    assert best_result([recall | {"name": "J&F"}]) is not None

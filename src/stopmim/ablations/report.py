@@ -292,7 +292,7 @@ def as_page(
         tables=sections,
         note=_note(planned),
         figures={name: Markup(pictures.svg(figure, name)) for name, figure in drawn.items()},
-        css=Markup((HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")),
+        css=Markup((HERE.parent / "base" / "page.css").read_text(encoding="utf-8")),
     )
 
 

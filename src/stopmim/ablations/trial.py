@@ -34,7 +34,7 @@ from stopmim.data.workers import cores
 from stopmim.evals import command
 from stopmim.evals.inputs import open_at
 from stopmim.health.doctor import diagnose
-from stopmim.insight.figures.curves import training_seconds
+from stopmim.health.log import training_seconds
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 

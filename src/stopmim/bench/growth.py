@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stopmim.base.console import say
-from stopmim.bench.step import circumstances, facts, prepare, seconds_of, spread, written
+from stopmim.bench.step import prepare
+from stopmim.bench.timing import circumstances, record_lines, seconds_per_call, sizes, speed
 from stopmim.config.schema import Config
 from stopmim.gpu.devices import choose_device
 from stopmim.method.build import configure
@@ -46,14 +47,14 @@ def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None =
     if out is not None and importlib.util.find_spec("matplotlib"):
         out.mkdir(parents=True, exist_ok=True)
         draw_growth(lines).savefig(out / "growth.svg")
-    return written(lines, out, "growth")
+    return record_lines(lines, out, "growth")
 
 
 def _measure(config: Config, rounds: int) -> dict[str, Any]:
     device = choose_device(config.runtime.device)
     step = prepare(config, "own")
-    times = [seconds_of(step.update, device) for _ in range(rounds)]
-    line = facts(config) | spread(times, config.optim.batch_size)
+    times = [seconds_per_call(step.update, device) for _ in range(rounds)]
+    line = sizes(config) | speed(times, config.optim.batch_size)
     line |= {"peak_memory_mib": step.memory, **step.tokens, **circumstances(config)}
     del step
     torch._dynamo.reset()  # it limits the recompilations of one function

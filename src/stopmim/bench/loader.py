@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from stopmim.base.console import say
-from stopmim.bench.step import machine, written
+from stopmim.bench.timing import machine, record_lines
 from stopmim.config.schema import Config, OptimConfig, RuntimeConfig
 from stopmim.data.crops import MEAN, STD, crop_box, resized_crop
 from stopmim.data.decode import decode
@@ -52,7 +52,7 @@ def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
             lines = _measure(Path(folder), rounds)
     finally:
         torch.set_num_threads(threads)
-    return written(lines, out, "loader")
+    return record_lines(lines, out, "loader")
 
 
 def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
@@ -74,7 +74,7 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
         {"bench": f"{INDEXED} files, {name}"} | _summary("seconds", seconds, 2)
         for name, seconds in times.items()
     ]
-    return written([*lines, _rate("scenes of 64 px", rendered, RENDERED)], out, "index")
+    return record_lines([*lines, _rate("scenes of 64 px", rendered, RENDERED)], out, "index")
 
 
 @contextlib.contextmanager

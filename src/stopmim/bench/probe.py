@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench.step import machine, written
+from stopmim.bench.timing import machine, record_lines
 from stopmim.evals.heads import grid, train_heads
 from stopmim.evals.protocols.lowshot import LAMBDA, fit_logistic, standardise
 from stopmim.evals.recipes import Recipe
@@ -53,7 +53,7 @@ def bench_probe(
         lines += heads(samples or 100_000, 768, 1000, torch.device("cuda"))
     else:
         lines += heads(samples or n, d, classes, torch.device("cpu"))
-    return written(lines, out, "probe")
+    return record_lines(lines, out, "probe")
 
 
 def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:

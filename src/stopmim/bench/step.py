@@ -1,19 +1,15 @@
-"""How long things take, measured so that the numbers can be believed.
+"""How long a training step takes, and the drawing of its masks.
 
-What is compared is timed in turn within one run, so that its ratio is free of what the machine does
-to both. The rate of a large matrix product is measured in the same run: a step is judged by the
-share of that rate it reaches. Every line names the machine, so that two can be compared later.
+Variants are timed in turn within one run, so that their ratio does not depend on the load of the
+machine. The rate of a large matrix product is measured in the same run: a step is judged by the
+fraction of that rate it reaches.
 """
 
-import dataclasses
-import datetime
-import json
-import platform
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stopmim._version import __version__
-from stopmim.base.errors import StorageError, UserError
+from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
+from stopmim.bench import timing
+from stopmim.bench.timing import Line
 from stopmim.config.schema import Config
 from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
@@ -41,90 +38,125 @@ from stopmim.train.optimizer import adamw
 from stopmim.train.rates import rates
 from stopmim.train.step import Part, build_step
 
-STEPS = 10  # updates timed together, so that starting and stopping the clock costs nothing
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
 
-# What an H200 is given at a time, and the mean number of patches of a context and of a target that
-# the released masks have at the batch size of the published runs.
+# Batch sizes for one H200, and the mean number of context and target patches of the released
+# masks at the batch size of the published runs.
 BATCH = {"vit_b16": 256, "vit_l16": 128, "vit_h14": 64, "vit_s8": 1024}
 PUBLISHED = {"vit_b16": (52, 33), "vit_l16": (52, 33), "vit_h14": (73, 43)}
 
-Masks = Literal["published", "own"]
+MaskSource = Literal["published", "own"]
+
+
+# ------------------------------------------------------------------------------ the benchmarks
 
 
 def bench_step(
     preset: str | None,
     changes: dict[str, Any],
     *,
-    masks: Masks = "own",
+    masks: MaskSource = "own",
     twin: bool = True,
     profile: bool = False,
     rounds: int = 10,
     out: Path | None = None,
 ) -> str:
-    """Times one training step; JSON lines.
+    """Times one training step; returns JSON lines.
 
     Args:
-        masks: "published" takes the token counts of the released masks, "own" the likeliest shape
-            of this config's.
-        twin: times the sine-cosine twin of a StoP config too, and gives the ratios.
-        profile: adds what the time of a step goes to, kernel by kernel.
-        rounds: how often each is measured, in turn.
-        out: a folder for a dated Markdown file with the lines.
+        masks: "published" has the token counts of the released masks, "own" the likeliest shape
+            of this config.
+        twin: also times the sine-cosine twin of a StoP config, and gives the ratios.
+        profile: adds the time of a step kernel by kernel.
+        rounds: how often each variant is timed, in turn.
+        out: folder for a dated Markdown file with the lines.
     """
     base = _usual(preset, changes)
-    variants = {base.positions.kind: base}
+    device, variants = choose_device(base.runtime.device), _variants(base, twin)
+    steps = {name: prepare(config, masks) for name, config in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    products = [matmul_rate(device)]
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(timing.seconds_per_call(step.update, device))
+    ceiling = statistics.median([*products, matmul_rate(device)])
+    lines = []
+    for name, config in variants.items():
+        about: Line = {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
+        lines.append(about | _result(steps[name], times[name], config, ceiling))
+    if len(variants) == 2:
+        lines.append(_ratio(*steps.values(), times=list(times.values())))
+    if profile:
+        lines += kernels(steps[base.positions.kind].update, device)
+    return timing.record_lines(lines, out, f"step_{base.arch}")
+
+
+def _variants(base: Config, twin: bool) -> dict[str, Config]:
+    """The config, and its twin without noise if it is StoP, by kind of position."""
+    variants: dict[str, Config] = {base.positions.kind: base}
     if twin and base.positions.kind == "stochastic":
         plain = base.positions.model_validate({"kind": "sincos"})
         variants["sincos"] = configure(base.model_copy(update={"positions": plain}))
-    device = choose_device(base.runtime.device)
-    steps = {name: prepare(config, masks) for name, config in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    product = [matmul_rate(device)]
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(seconds_of(step.update, device))
-    product.append(matmul_rate(device))
-    ceiling = statistics.median(product)
-    lines = []
-    for name, config in variants.items():
-        rate = steps[name].flops / statistics.median(times[name])
-        lines.append(
-            {
-                "bench": "step",
-                "positions": name,
-                **facts(config),
-                "masks": masks,
-                **steps[name].tokens,
-                **spread(times[name], config.optim.batch_size),
-                "tflops": round(rate / 1e12, 3),
-                "matmul_tflops": round(ceiling / 1e12, 3),
-                "of_matmul": round(rate / ceiling, 3),
-                "gflop_per_image": round(steps[name].flops / config.optim.batch_size / 1e9, 3),
-                "peak_memory_mib": steps[name].memory,
-                "compile_s": steps[name].compile_seconds,
-                **circumstances(config),
-            }
-        )
-    if len(variants) == 2:
-        a, b = steps.values()
-        ratios = [s / p for s, p in zip(*times.values(), strict=True)]
-        lines.append(
-            {
-                "bench": "step ratio stop / sincos",
-                "time": round(statistics.median(ratios), 4),
-                "time_min": round(min(ratios), 4),
-                "time_max": round(max(ratios), 4),
-                "memory": round(a.memory / b.memory, 4) if a.memory and b.memory else None,
-                "rounds": rounds,
-            }
-        )
-    if profile:
-        lines += kernels(steps[base.positions.kind].update, device)
-    return written(lines, out, f"step_{base.arch}")
+    return variants
 
 
-# What a kernel is for, by its name; the first that fits. Inductor's all begin with triton_.
+def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float) -> Line:
+    rate, batch_size = step.flops / statistics.median(times), config.optim.batch_size
+    return {
+        **step.tokens,
+        **timing.speed(times, batch_size),
+        "tflops": round(rate / 1e12, 3),
+        "matmul_tflops": round(ceiling / 1e12, 3),
+        "of_matmul": round(rate / ceiling, 3),
+        "gflop_per_image": round(step.flops / batch_size / 1e9, 3),
+        "peak_memory_mib": step.memory,
+        "compile_s": step.compile_seconds,
+        **timing.circumstances(config),
+    }
+
+
+def _ratio(stop: "WarmStep", plain: "WarmStep", *, times: list[list[float]]) -> Line:
+    ratios = [s / p for s, p in zip(*times, strict=True)]
+    memory = round(stop.memory / plain.memory, 4) if stop.memory and plain.memory else None
+    return {
+        "bench": "step ratio stop / sincos",
+        "time": round(statistics.median(ratios), 4),
+        "time_min": round(min(ratios), 4),
+        "time_max": round(max(ratios), 4),
+        "memory": memory,
+        "rounds": len(ratios),
+    }
+
+
+def bench_masks(
+    preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
+) -> str:
+    """Times drawing the masks of one batch on the device; returns a JSON line."""
+    config = _usual(preset, changes)
+    device = choose_device(config.runtime.device)
+    whole = [slice(0, config.optim.batch_size)]
+    steps = iter(range(10**9))
+
+    def draw() -> None:
+        draw_masks(config, next(steps), whole, device)
+
+    timing.seconds_per_call(draw, device)  # warm-up
+    times = [timing.seconds_per_call(draw, device) for _ in range(rounds)]
+    line: Line = {"bench": "masks", **timing.sizes(config)}
+    line |= timing.speed(times, config.optim.batch_size) | timing.circumstances(config)
+    return timing.record_lines([line], out, f"masks_{config.arch}")
+
+
+def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
+    """The config to measure; on a GPU with its usual batch size, unless `changes` set one."""
+    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
+    config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)
+    if on_gpu and config.arch in BATCH and "optim.batch_size" not in changes:
+        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
+    return config
+
+
+# Purpose of a kernel by its name; the first match counts. Inductor's names begin with triton_.
 KINDS = {
     "norms, residuals, sums": "triton_|reduce_kernel",
     "GELU": "gelu",
@@ -134,21 +166,21 @@ KINDS = {
 }
 
 
-def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> list[dict[str, Any]]:
-    """Milliseconds per update of every kind of kernel, and of the longest ones by name."""
+def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> list[Line]:
+    """Milliseconds per update of every kind of kernel, and of the 30 longest by name."""
     from torch.profiler import ProfilerActivity, profile
 
-    _wait(device)
+    timing.wait(device)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as seen:
         for _ in range(n):
             update()
-        _wait(device)
+        timing.wait(device)
     spent: dict[str, tuple[float, float]] = {}  # name -> ms and calls per update
     for event in seen.key_averages():
-        ms = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        if ms:
-            spent[event.key] = (ms / 1e3 / n, event.count / n)
+        us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if us:
+            spent[event.key] = (us / 1e3 / n, event.count / n)
     kinds: dict[str, float] = {}
     for name, (ms, _) in spent.items():
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, name)), "other")
@@ -163,35 +195,12 @@ def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> lis
     ]
 
 
-def bench_masks(
-    preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
-) -> str:
-    """Times the drawing of the masks of one batch, on the device; a JSON line."""
-    config = _usual(preset, changes)
-    device = choose_device(config.runtime.device)
-    whole = [slice(0, config.optim.batch_size)]
-    steps = iter(range(10**9))
-
-    def draw() -> None:
-        draw_masks(config, next(steps), whole, device)
-
-    seconds_of(draw, device)
-    times = [seconds_of(draw, device) for _ in range(rounds)]
-    line = {
-        "bench": "masks",
-        **facts(config),
-        **spread(times, config.optim.batch_size),
-        **circumstances(config),
-    }
-    return written([line], out, f"masks_{config.arch}")
-
-
 # ------------------------------------------------------------------------------ one step
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A training step that is compiled, warm and ready to be timed."""
+@dataclass(frozen=True)
+class WarmStep:
+    """A training step, compiled and warmed up, ready to be timed."""
 
     update: Callable[[], None]
     flops: float  # of the whole batch, forward and backward
@@ -200,9 +209,10 @@ class Step:
     tokens: dict[str, int]
 
 
-def prepare(config: Config, masks: Masks) -> Step:
+def prepare(config: Config, masks: MaskSource) -> WarmStep:
+    """Builds the step of a config and runs it until it is compiled and recorded."""
     if config.lowres:
-        raise UserError(f"bench: does not know lowres {config.lowres}; leave it out")
+        raise UserError(f"bench: lowres {config.lowres} is not supported; leave it out")
     device = choose_device(config.runtime.device)
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
     kept = _cublas_memory(device) if device.type == "cuda" else 0
@@ -210,17 +220,17 @@ def prepare(config: Config, masks: Masks) -> Step:
     update, shapes = _update(config, masks, device)
     begin = time.perf_counter()
     update()
-    _wait(device)
+    timing.wait(device)
     compile_seconds = time.perf_counter() - begin
     memory = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    # With AdamW's moments there, until it is recorded; what is played back allocates nothing.
+    # AdamW's moments exist by now. A replayed graph allocates nothing, so the peak is seen here.
     for _ in range(WARM):
         update()
     if device.type == "cuda":
         memory = round((torch.cuda.max_memory_allocated() - before + kept) / 2**20, 1)
-    return Step(
+    return WarmStep(
         update,
         count_flops(config, shapes),
         memory,
@@ -231,7 +241,7 @@ def prepare(config: Config, masks: Masks) -> Step:
 
 @cache
 def _cublas_memory(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps for an update: once in a process, whoever is the first to need it."""
+    """Bytes that cuBLAS keeps for an update; allocated once per process, by its first user."""
     before = torch.cuda.memory_allocated(device)
     x = torch.ones(16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     with torch.cuda.device(device):
@@ -245,9 +255,9 @@ def _cublas_memory(device: torch.device) -> int:
 
 
 def _update(
-    config: Config, kind: Masks, device: torch.device
+    config: Config, kind: MaskSource, device: torch.device
 ) -> tuple[Callable[[], None], masking.Masks]:
-    """A function that makes one update, always of the same masks and images, and those masks."""
+    """A function that makes one update, always with the same masks and images; and the masks."""
     amp = choose_precision(config.runtime.precision, device)
     model = build(config).to(device).train()
     optimizer = adamw(model, config.optim)
@@ -275,26 +285,27 @@ def _update(
 
 
 def published_masks(config: Config, batch: int, generator: torch.Generator) -> masking.Masks:
-    """Patches at random, as many as a released mask has on average: 33 are no rectangle."""
+    """Random patches, as many as a released mask has on average: 33 form no rectangle."""
     if config.arch not in PUBLISHED:
         raise UserError(f"bench: no published masks for {config.arch}, only {', '.join(PUBLISHED)}")
     context, target = PUBLISHED[config.arch]
     m, n, device = config.masking.targets, config.side**2, generator.device
 
-    def some(count: int, *shape: int) -> Tensor:
+    def choose(count: int, *shape: int) -> Tensor:
         order = torch.rand(*shape, n, generator=generator, device=device).argsort(dim=-1)
         return order[..., :count].sort(dim=-1).values
 
-    return masking.Masks(some(context, batch), some(target, m, batch))
+    return masking.Masks(choose(context, batch), choose(target, m, batch))
 
 
 def count_flops(config: Config, masks: masking.Masks) -> float:
-    """Operations of the matrix products of one update, as torch counts them, without doing any.
+    """Operations of the matrix products of one update, as torch counts them, without running it.
 
-    Once each: what `runtime.recompute` does twice is no use, only its cost.
+    Recomputed activations (`runtime.recompute`) count once: doing them twice is cost, not work.
     """
     config = configure(config, {"runtime.recompute": "off"})
-    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):  # its products are seen, others' not
+    # Only the products of the MATH backend are counted.
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
         model = build(config).train()
         images = torch.empty(1, 3, config.image_size, config.image_size)
         context = torch.empty_like(masks.context[:1], device="meta")
@@ -312,8 +323,8 @@ def likeliest_step(config: Config) -> int:
     blocks = sampler.blocks()
     likeliest = max(blocks, key=lambda block: blocks[block], default=None)
     for step in range(10_000):
-        sizes = sampler.sizes(config.seed, step)
-        if sizes is None or sizes.target == likeliest:
+        drawn = sampler.sizes(config.seed, step)
+        if drawn is None or drawn.target == likeliest:
             return step
     raise ValueError(f"no step draws blocks of {likeliest}")
 
@@ -323,97 +334,5 @@ def matmul_rate(device: torch.device) -> float:
     n = PRODUCT[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(n, n, device=device, dtype=dtype)
-    seconds = min(seconds_of(lambda: torch.mm(a, a), device) for _ in range(5))
+    seconds = min(timing.seconds_per_call(lambda: torch.mm(a, a), device) for _ in range(5))
     return 2 * n**3 / seconds
-
-
-# ------------------------------------------------------------------------------ lines and files
-
-
-def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
-    """The config to measure: on a GPU, unless told otherwise, with the usual batch of one GPU."""
-    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
-    config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)
-    if on_gpu and config.arch in BATCH and "optim.batch_size" not in changes:
-        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
-    return config
-
-
-def seconds_of(update: Callable[[], Any], device: torch.device) -> float:
-    """Seconds per call, GPU work included."""
-    _wait(device)
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        update()
-    _wait(device)
-    return (time.perf_counter() - begin) / STEPS
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def spread(times: list[float], batch_size: int) -> dict[str, float]:
-    median = statistics.median(times)
-    return {
-        "images_per_s": round(batch_size / median, 1),
-        "ms": round(1e3 * median, 3),
-        "ms_min": round(1e3 * min(times), 3),
-        "ms_max": round(1e3 * max(times), 3),
-    }
-
-
-def facts(config: Config) -> dict[str, Any]:
-    return {
-        "arch": config.arch,
-        "image_size": config.image_size,
-        "batch_size": config.optim.batch_size,
-    }
-
-
-def circumstances(config: Config) -> dict[str, Any]:
-    device = choose_device(config.runtime.device)
-    return {
-        "precision": str(choose_precision(config.runtime.precision, device) or torch.float32),
-        "compile": config.runtime.compile,
-        **machine(device),
-    }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a line says about where and with what it was measured."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "stopmim": __version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def check_folder(folder: Path) -> None:
-    """Whether figures can be written there: to be asked before minutes of measuring."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
-
-
-def written(lines: list[dict[str, Any]], folder: Path | None, what: str) -> str:
-    """The lines as JSON, and at the end of `what`_MACHINE_DATE.md if there is a `folder`."""
-    text = "\n".join(json.dumps(line) for line in lines)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        first = lines[0]
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", first["device"]).strip("-").lower()
-        command = f"stopmim bench {str(first['bench']).split()[0]}"
-        path = folder / f"{what}_{slug}_{first['date']}.md"
-        title = f"# `{command}` on {first['device']}, {first['date']}"
-        end = "```\n"
-        before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
-        path.write_text(f"{before.removesuffix(end)}{text}\n{end}", encoding="utf-8")
-    return text

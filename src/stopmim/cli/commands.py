@@ -252,14 +252,14 @@ class Report:
 
     def __call__(self) -> None:
         from stopmim.data.sources.open import open_images
-        from stopmim.insight.report import page as report
+        from stopmim.insight.report.page import write_report
         from stopmim.runs.run import Run
 
         if not self.runs:
             raise UserError("report: name a run directory, as runs/first")
         images = None if self.data is None else open_images(self.data)
         first, *others = map(Run, self.runs)
-        print(report.write(first, images, others=others, out=self.out))
+        print(write_report(first, images, others=others, out=self.out))
 
 
 Branch = Literal["target", "context"]
@@ -382,6 +382,7 @@ class Bench:
 
     def __call__(self) -> None:
         from stopmim.bench import step as bench
+        from stopmim.bench.timing import check_folder
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: at least one is needed")
@@ -391,7 +392,7 @@ class Bench:
         if self.changes and "changes" not in HEEDED[self.what]:
             raise UserError(f"bench {self.what}: --{next(iter(self.changes))} has no effect")
         if self.out is not None:
-            bench.check_folder(self.out)
+            check_folder(self.out)
         options: dict[str, Any] = {"rounds": self.rounds, "out": self.out}
         match self.what:
             case "step":

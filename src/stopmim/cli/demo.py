@@ -14,7 +14,7 @@ from stopmim.evals.features import extract, rankme
 from stopmim.evals.protocols.knn import knn_accuracy
 from stopmim.evals.protocols.linear import linear_probe
 from stopmim.evals.results import Result, wilson_interval
-from stopmim.insight.report import page as report
+from stopmim.insight.report.page import write_report
 from stopmim.method.build import build, configure
 from stopmim.method.encoder import Encoder
 from stopmim.runs import checkpoint
@@ -44,7 +44,7 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     facts["step"] = checkpoint.state(run.checkpoint)["step"]
     for result in results:
         run.add_result(**facts, **result.as_dict())
-    page = report.write(run, images)
+    page = write_report(run, images)
     console.print(table(results))
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run

@@ -86,7 +86,7 @@ def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
-    css = (HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")
+    css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     page = environment.get_template("table.html")
     return page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
 

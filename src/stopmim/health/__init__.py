@@ -1,1 +1,1 @@
-"""Whether a run is healthy: measured while it trains, judged by rules, beside runs of ours."""
+"""Whether a run is healthy: measured during training, judged by rules, compared with references."""

@@ -1,28 +1,31 @@
-"""You are here: what a run of ours measured of itself, to set beside a run of the same kind.
+"""Reference runs: the measurements of a run of ours, to compare with runs of the same kind.
 
-Each file of references/ is one: its first line says what was trained on what, the others are those
-of its metrics.jsonl, at most a hundred, with the share of the training in place of the step.
-`write` makes one of a finished run; it is measured more often than others (runtime.health_every).
+Each file of references/ is one run. Its first line names it and says which runs it compares with;
+the others are lines of its metrics.jsonl, at most a hundred, with the share of the training in
+place of the step. `write_reference` makes one from a finished run, which should be measured more
+often than usual (runtime.health_every).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from stopmim.base.files import write_whole
-from stopmim.config.schema import Config
+from stopmim.config.schema import Config, resolve
+from stopmim.health.log import Logged
+from stopmim.method.build import build_positions, build_target
 from stopmim.runs.run import Run
 
 FILES = Path(__file__).parent / "references"
-LINES, HEALTH = 100, 60  # at most, and of these with measurements of health
+LINES, HEALTH = 100, 60  # at most, and how many of them with measurements of health
 KEYS = (
     *("loss", "target_std", "predicted_std", "grad_norm", "norm_A", "norm_mask_token"),
     *("target_rank", "target_spread", "target_image_share", "predicted_mean_share"),
     *("predicted_image_share", "skill", "noise_to_signal", "neighbours"),
 )
-
-Row = Mapping[str, Any]
 
 
 class Reference(NamedTuple):
@@ -30,62 +33,65 @@ class Reference(NamedTuple):
     rows: list[dict[str, Any]]  # each with "share", from 0 to 1
 
     def at(self, share: float) -> dict[str, Any]:
-        """Each number where the reference was nearest to this share of its training."""
+        """Every number, each from where it was measured nearest to this share of the training."""
         near = sorted(self.rows, key=lambda row: -abs(row["share"] - share))
         return {key: value for row in near for key, value in row.items()}
 
-    def beside(self, updates: float) -> list[dict[str, Any]]:
-        """Lines as of metrics.jsonl, drawn out to the length of a run of so many updates."""
+    def stretched(self, updates: float) -> list[dict[str, Any]]:
+        """Lines as in metrics.jsonl, stretched to a run of so many updates."""
         return [row | {"step": row["share"] * updates} for row in self.rows]
 
 
-def kind(config: Config) -> dict[str, Any]:
-    """What two runs must have in common to be worth comparing."""
-    tree = config.model_dump(mode="json")
-    same = {key: tree[key] for key in ("arch", "image_size", "class_token")}
-    return same | {"target": tree.get("target", "features"), "positions": tree["positions"]["kind"]}
+def comparable(config: Config) -> dict[str, Any]:
+    """The traits that two runs must share to be worth comparing."""
+    config = resolve(config)
+    with torch.device("meta"):  # only its name is needed
+        method = build_target(config).name + build_positions(config).method
+    size, token = config.image_size, config.class_token
+    return {"arch": config.arch, "image_size": size, "class_token": token, "method": method}
 
 
-def reference(config: Config) -> Reference | None:
-    """The reference of the kind of `config`, if there is one."""
+def find_reference(config: Config) -> Reference | None:
+    """The reference that compares with runs of `config`, if there is one."""
+    traits = comparable(config)
     for path in sorted(FILES.glob("*.jsonl")):
         about, *rows = map(json.loads, path.read_text(encoding="ascii").splitlines())
-        if about["kind"] == kind(config):
+        if about["kind"] == traits:
             return Reference(about["name"], rows)
     return None
 
 
-def share(config: Config, row: Row) -> float:
-    """How much of its training a run had done when it logged `row`."""
-    return min(1.0, row.get("epoch", 0) / config.optim.epochs)
+def training_share(config: Config, line: Logged) -> float:
+    """The share of its training that a run had completed when it logged `line`."""
+    return min(1.0, line.get("epoch", 0) / config.optim.epochs)
 
 
-def write(run: Run, path: Path, name: str) -> None:
-    """Makes a reference of a finished run."""
+def write_reference(run: Run, path: Path, name: str) -> None:
+    """Writes a finished run as a reference."""
     config, metrics = run.config, run.metrics
     rows = [
-        {"share": round(share(config, row), 4)} | rounded(row, KEYS)
-        for row in thinned(metrics, LINES - 2)
+        {"share": round(training_share(config, line), 4)} | rounded(line, KEYS)
+        for line in thinned(metrics, LINES - 2)
     ]
     start = {"share": 0.0} | rounded(metrics[0].get("random_init", {}), KEYS)
-    lines = [{"name": name, "kind": kind(config)}, start, *rows]
+    lines = [{"name": name, "kind": comparable(config)}, start, *rows]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def thinned(metrics: Sequence[Row], lines: int) -> list[Row]:
+def thinned(metrics: Sequence[Logged], lines: int) -> list[Logged]:
     """At most `lines` of metrics.jsonl: the last, up to `HEALTH` measurements, some of the rest."""
-    measured = _spread([i for i, row in enumerate(metrics) if "skill" in row], HEALTH)
-    others = [i for i, row in enumerate(metrics) if "skill" not in row]
+
+    def few(index: list[int], most: int) -> list[int]:
+        return index[:: max(1, -(-len(index) // most))]
+
+    measured = few([i for i, line in enumerate(metrics) if "skill" in line], HEALTH)
+    others = [i for i, line in enumerate(metrics) if "skill" not in line]
     last = range(len(metrics))[-1:]
-    kept = {*measured, *_spread(others, lines - len(measured) - 1), *last}
+    kept = {*measured, *few(others, lines - len(measured) - 1), *last}
     return [metrics[i] for i in sorted(kept)]
 
 
-def _spread(index: list[int], most: int) -> list[int]:
-    return index[:: max(1, -(-len(index) // most))]
-
-
-def rounded(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """Those of the numbers that are there, with four digits; counts as they are."""
-    known = {key: row[key] for key in keys if key in row}
+def rounded(line: Logged, keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `keys` that `line` has; floats with four digits."""
+    known = {key: line[key] for key in keys if key in line}
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in known.items()}

@@ -1,1 +1,1 @@
-"""What a run has learned, to look at: figures and the report."""
+"""Figures and a page about what a run has learned. Training does not need them."""

@@ -35,7 +35,7 @@ from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
-from stopmim.health.measure import Health, due_every, probe
+from stopmim.health.measure import Health, due_every, health_sample
 from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -213,7 +213,7 @@ def _set_up(images: Images, source: str, path: Path, config: Config, world: Worl
     if lost := getattr(images, "unreadable", []):
         say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
     health_every = due_every(config)
-    health = Health(probe(images, config), device, amp) if health_every else None
+    health = Health(health_sample(images, config), device, amp) if health_every else None
     # Measured before sharding: the first call of a sharded model must be its forward pass.
     fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
     untrained = health.measure(model) if health and fresh else None

@@ -1,24 +1,24 @@
-"""Why A is tied: a matrix that carries noise and nothing else shrinks to nothing.
+"""Why A is tied: a matrix that carries only noise shrinks to zero.
 
 The regression task of the paper's proposition, small enough to take the expectation over the noise
-exactly: F(A n + psi_j + m~, B x_i) is to be y_ij, with A = B (tied) or A on its own.
+exactly: F(A n + psi_j + m~, B x_i) is fitted to y_ij, with A = B (tied) or a free A.
 """
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from stopmim.config.schema import resolve
 from stopmim.insight.figures import curves
-from stopmim.insight.figures.pictures import BLOCKS, SERIES, house_style
+from stopmim.insight.figures.pictures import BLOCKS, SERIES, house_style, panels, style_plot
+from stopmim.method.build import build_positions
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SIGMA, SIDE, WIDTH, ENCODER, IMAGES = 0.25, 3, 4, 2, 6
 
@@ -30,7 +30,7 @@ class Shrinkage(NamedTuple):
 
 
 def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
-    """Gradient descent on the expected loss of the proposition's regression task."""
+    """Norm of A during gradient descent on the expected loss of the regression task."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -71,35 +71,27 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
         loss.backward()
         optimizer.step()
     relative = np.array(norms) / norms[0]
-    return Shrinkage("tied, A = B" if tied else "A on its own", np.arange(steps), relative)
+    return Shrinkage("tied, A = B" if tied else "free A", np.arange(steps), relative)
 
 
 def of_run(run: Run) -> Shrinkage:
     """The norm of the matrix that carries the noise of a run, over its steps."""
     c = curves.curve(run.metrics, "norm_A")
-    covariance = run.config.positions.covariance
-    start = c.mean[0] if len(c.mean) else 1.0
-    return Shrinkage(f"{run.path.resolve().name} ({covariance})", c.step, c.mean / start)
+    name = f"{run.path.resolve().name}\n{build_positions(resolve(run.config)).describe()}"
+    return Shrinkage(name, c.step, c.mean / (c.mean[0] if len(c.mean) else 1.0))
 
 
 @house_style()
-def figure(toys: Sequence[Shrinkage], runs: Sequence[Shrinkage]) -> "Figure":
-    """The toy on the left; the runs, if there are any, on the right."""
-    from matplotlib.figure import Figure
-
-    panels = [("the proposition's regression task", toys)]
-    panels += [("norm of A in training", runs)] if runs else []
-    picture = Figure(figsize=(3.3 * len(panels), 2.5), layout="constrained")
-    grid: Any = picture.subplots(1, len(panels), squeeze=False)
-    for axes, (title, lines) in zip(grid[0], panels, strict=True):
+def figure(toys: Sequence[Shrinkage], runs: Sequence[Shrinkage]) -> Figure:
+    """The toy task on the left; the runs, if there are any, on the right."""
+    shown = [("the proposition's regression task", toys)]
+    shown += [("norm of A in training", runs)] if runs else []
+    picture, grid = panels(1, len(shown), (3.3 * len(shown), 2.5))
+    for axes, (title, lines) in zip(grid[0], shown, strict=True):
         for colour, line in zip((*SERIES, *BLOCKS), lines, strict=False):
             axes.plot(line.step, line.norm, color=colour, linewidth=1.8, label=line.name)
-        axes.set_title(title, size=9)
-        axes.set_xlabel("step")
+        style_plot(axes, title, "step")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, loc="best")
-        axes.grid(axis="y", linewidth=0.7)
-        axes.tick_params(length=0)
-        axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="best", fontsize=7 if lines is runs else None)
     grid[0, 0].set_ylabel("norm of A, relative to its start")
     return picture

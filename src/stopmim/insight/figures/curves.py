@@ -1,61 +1,59 @@
-"""What a run logged, step by step, as small figures.
+"""The log of a run as curves over the steps, and small figures of them.
 
 Shapes: n logged steps, b points of a curve.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from stopmim.insight.figures.pictures import SERIES, house_style
+from stopmim.health.log import Logged, measurements, number
+from stopmim.insight.figures.pictures import SERIES, house_style, style_plot
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-POINTS = 240  # of a curve: more cannot be seen, and a long run would make a page of many MB
-
-SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA of I-JEPA fills it
+POINTS = 240  # per curve: more cannot be seen, and would make the page of a long run many MB
+SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA momentum of I-JEPA fills it
 
 
 class Panel(NamedTuple):
     title: str
-    series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, what a legend calls it
+    series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, name in the legend
     about: str
-    low: float | None = None  # values below are shown as this
+    low: float | None = None  # lower values are shown as this
 
 
 PANELS = (
     Panel(
         "Loss",
         (("loss", "loss"),),
-        "between predictions and targets: smooth L1 of features, squared error of pixels",
+        "between predictions and targets; smooth L1 for features, squared error for pixels",
     ),
     Panel(
         "Spread of the features",
         (("target_std", "targets"), ("predicted_std", "predictions")),
-        "standard deviation over patches; targets that fall to 0 have collapsed",
+        "standard deviation over patches; if that of the targets falls to 0, they have collapsed",
     ),
     Panel(
         "Effective rank of the targets",
         (("target_rank", "rank"),),
-        "directions they fill (RankMe); towards 1 is collapse",
+        "how many directions they fill (RankMe); towards 1 is collapse",
     ),
     Panel(
         "Effective rank of the features",
         (("feature_rank", "rank"),),
-        "directions that those of whole images fill (RankMe), where pixels are the targets",
+        "how many directions features of whole images fill (RankMe), if the targets are fixed",
     ),
     Panel(
         "Decided by the image",
         (("target_image_share", "targets"), ("predicted_image_share", "predictions")),
-        "share of the variance that the place of a patch does not explain; 0 is a shortcut",
+        "share of the variance that the position of a patch does not explain; 0 is a shortcut",
     ),
     Panel(
         "Skill",
         (("skill", "skill"),),
-        "share of what images decide about the targets that is predicted; shown from -1 on",
+        "share of what images decide about the targets that is predicted; cut at -1",
         low=-1.0,
     ),
     Panel("Gradient norm", (("grad_norm", "norm"),), "of encoder and predictor, before clipping"),
@@ -65,12 +63,12 @@ PANELS = (
         "with StoP, A carries the noise of the positions; if it shrinks, so does the uncertainty",
     ),
     Panel("Learning rate", (("lr", "rate"),), "of AdamW, for all parameters"),
-    Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 is standstill"),
+    Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 stops it"),
 )
 
 
 class Curve(NamedTuple):
-    """A series in at most POINTS pieces; where a piece has one step, all three are its value."""
+    """A series in at most POINTS pieces: the mean step, and the range and mean of the values."""
 
     step: np.ndarray  # (b,)
     low: np.ndarray  # (b,) smallest value of the piece
@@ -78,28 +76,16 @@ class Curve(NamedTuple):
     high: np.ndarray  # (b,)
 
 
-def number(value: object) -> float | None:
-    """`value` if it is a finite number: a line of JSON can hold anything."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # JSON has integers of any length
-        return None
-
-
 def curve(
-    rows: Sequence[Mapping[str, Any]], key: str, points: int = POINTS, low: float | None = None
+    lines: Sequence[Logged], key: str, points: int = POINTS, low: float | None = None
 ) -> Curve:
-    """The finite values of `key` in the rows of metrics.jsonl, thinned to at most `points`.
+    """The finite values of `key` in the lines of metrics.jsonl, thinned to at most `points`.
 
-    What was measured of the untrained network is the value at step 0.
+    The measurement of the untrained network is the value at step 0.
     """
-    begun = [row["random_init"] for row in rows if isinstance(row.get("random_init"), Mapping)]
-    pairs: list[tuple[float | None, float | None]] = [
-        (0.0, number(row.get(key))) for row in begun[:1]
-    ]
-    pairs += [(number(row.get("step")), number(row.get(key))) for row in rows]
+    untrained, _ = measurements(lines)
+    every = [{**(untrained or {}), "step": 0}, *lines]
+    pairs = [(number(line.get("step")), number(line.get(key))) for line in every]
     known = np.array([(s, v) for s, v in pairs if s is not None and v is not None]).reshape(-1, 2)
     if low is not None:
         known[:, 1] = known[:, 1].clip(min=low)
@@ -111,17 +97,6 @@ def curve(
     return Curve(*np.array(reduced).reshape(-1, 4).T)
 
 
-def training_seconds(rows: Sequence[Mapping[str, Any]], batch_size: int) -> float:
-    """Time spent on updates, from the throughput between log points: a pause does not count."""
-    seconds, before = 0.0, 0.0
-    for row in rows:
-        step, rate = number(row.get("step")), number(row.get("images_per_s"))
-        if step is not None and rate:
-            seconds += max(0.0, step - before) * batch_size / rate
-            before = step
-    return seconds
-
-
 def _short(value: float) -> str:
     """A tick label: 0.25, and 3e-4 rather than 0.0003."""
     if value == 0 or abs(value) >= 1e-3:
@@ -131,27 +106,21 @@ def _short(value: float) -> str:
 
 
 @house_style()
-def figure(curves: Sequence[Curve]) -> "Figure":
-    """Up to two curves over the steps, with a band from their smallest to their largest values."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
+def figure(curves: Sequence[Curve]) -> Figure:
+    """Up to two curves over the steps, with a band from minimum to maximum."""
     picture = Figure(figsize=(3.3, 1.7))
-    axes = picture.add_axes((0.16, 0.23, 0.82, 0.73))  # fixed: the figures of a page line up
+    axes = picture.add_axes((0.16, 0.23, 0.82, 0.73))  # fixed: figures of a page line up
     for colour, c in zip(SERIES, curves, strict=False):
         axes.fill_between(c.step, c.low, c.high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(c.step, c.mean, color=colour, linewidth=1.6, marker="." * (len(c.step) == 1))
     low, high = axes.get_ylim()
-    # What hardly changes is drawn as flat as it is, and the four digits of its ticks differ.
+    # A nearly constant curve looks flat, and the four digits of its tick labels still differ.
     if (room := SMALLEST_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
         axes.set_ylim(low - room / 2, high + room / 2)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("step")
-    axes.grid(axis="y", linewidth=0.7)
-    axes.tick_params(length=0)
-    axes.spines[["top", "left", "right"]].set_visible(False)
+    style_plot(axes, x="step")
     axes.margins(x=0.02)
     return picture

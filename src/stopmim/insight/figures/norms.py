@@ -1,16 +1,14 @@
-"""What sigma does to A and to the mask token: the paper finds that it shrinks the one, as a
-regulariser would, and lets the other grow above the noise."""
+"""Norms of A and of the mask token: with sigma the paper sees A shrink and the token grow."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
 
 from stopmim.base.errors import UserError
 from stopmim.insight.figures import curves
-from stopmim.insight.figures.pictures import BLOCKS, SERIES, house_style
+from stopmim.insight.figures.pictures import BLOCKS, SERIES, house_style, panels, style_plot
 from stopmim.runs.run import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LABELS = (("norm_A", "norm of A"), ("norm_mask_token", "norm of the mask token"))
 
@@ -22,7 +20,7 @@ class Norms(NamedTuple):
 
 
 def norms(run: Run) -> Norms:
-    """What `run` logged of the two."""
+    """The norms that `run` logged."""
     metrics = run.metrics
     found = curves.curve(metrics, "norm_A"), curves.curve(metrics, "norm_mask_token")
     if not all(len(c.step) for c in found):
@@ -31,28 +29,21 @@ def norms(run: Run) -> Norms:
 
 
 @house_style()
-def figure(runs: Sequence[Norms]) -> "Figure":
-    """Last norms against sigma if the runs differ in it, and over the steps if they do not."""
-    from matplotlib.figure import Figure
-
+def figure(runs: Sequence[Norms]) -> Figure:
+    """The last norms over sigma if the runs differ in it, else the norms over the steps."""
     runs = sorted(runs, key=lambda run: run.sigma)
     sigmas = [run.sigma for run in runs]
-    picture = Figure(figsize=(6.4, 2.5), layout="constrained")
-    both: Any = picture.subplots(1, 2)
-    for k, (axes, (_, label)) in enumerate(zip(both, LABELS, strict=True)):
+    picture, grid = panels(1, 2, (6.4, 2.5))
+    for k, (axes, (_, label)) in enumerate(zip(grid[0], LABELS, strict=True)):
         if len(set(sigmas)) > 1:
             last = [float(run.curves[k].mean[-1]) for run in runs]
             axes.plot(sigmas, last, color=SERIES[0], marker="o", linewidth=1.6, clip_on=False)
-            axes.set_xlabel("sigma, the variance of the noise")
+            style_plot(axes, label, "sigma, the variance of the noise")
         else:
             for colour, run in zip((*SERIES, *BLOCKS), runs, strict=False):
                 c = run.curves[k]
                 axes.plot(c.step, c.mean, color=colour, linewidth=1.6, label=run.name)
-            axes.set_xlabel("step")
+            style_plot(axes, label, "step")
             if k == 0 and len(runs) > 1:
                 axes.legend(frameon=False)
-        axes.set_title(label, size=9)
-        axes.grid(axis="y", linewidth=0.7)
-        axes.tick_params(length=0)
-        axes.spines[["top", "left", "right"]].set_visible(False)
     return picture

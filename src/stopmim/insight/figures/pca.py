@@ -1,19 +1,17 @@
-"""Patch features as colours: what is alike to the encoder looks alike.
+"""Patch features as colours: what looks alike is alike to the encoder.
 
 Shapes: n images, N = side * side patches, D width.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from stopmim.insight.figures.pictures import Preview, house_style
+from stopmim.insight.figures.pictures import Preview, house_style, panels, style_images
 from stopmim.insight.figures.subject import Subject, features, pixels
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Maps(NamedTuple):
@@ -26,14 +24,14 @@ class Maps(NamedTuple):
 def maps(subject: Subject) -> Maps:
     """The first three principal components of all patches of all images, as red, green, blue.
 
-    The mean over the images is taken out at every place first: else the components would show the
-    position embedding, which is the same in every image.
+    First the mean over the images is removed at every position: otherwise the components would
+    show the position embedding, which is the same in every image.
     """
     found = features(subject.model, pixels(subject.views)).double()  # (n, N, D)
     centred = (found - found.mean(dim=0)).flatten(0, 1)  # (n * N, D)
     _, values, directions = torch.linalg.svd(centred, full_matrices=False)
     shown = centred @ directions[:3].T  # (n * N, 3)
-    # The sign of a component is arbitrary: the same in every run, for figures that compare.
+    # The sign of a component is arbitrary; a fixed choice makes runs comparable.
     shown = shown * torch.where(shown.pow(3).sum(dim=0) < 0, -1.0, 1.0)
     low, high = shown.quantile(0.02, dim=0), shown.quantile(0.98, dim=0)
     colours = ((shown - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
@@ -48,20 +46,15 @@ def maps(subject: Subject) -> Maps:
 
 
 @house_style()
-def figure(runs: Sequence[Maps], columns: int = 8) -> "Figure":
-    """Images above, and below them their features, one row per run."""
-    from matplotlib.figure import Figure
-
+def figure(runs: Sequence[Maps], columns: int = 8) -> Figure:
+    """Images, and below them their features, one row per run."""
     columns = min(columns, len(runs[0].views))
-    picture = Figure(figsize=(1.05 * columns, 1.15 * (1 + len(runs)) + 0.2), layout="constrained")
-    grid: Any = picture.subplots(1 + len(runs), columns, squeeze=False)
+    picture, grid = panels(1 + len(runs), columns, (1.05 * columns, 1.15 * (1 + len(runs)) + 0.2))
     for c in range(columns):
         grid[0, c].imshow(runs[0].views[c].image)
         for r, run in enumerate(runs, 1):
             grid[r, c].imshow(run.colours[c], interpolation="nearest")
-    for axes in grid.flat:
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+    style_images(grid)
     grid[0, 0].set_ylabel("image", size=8.5)
     for r, run in enumerate(runs, 1):
         grid[r, 0].set_ylabel(f"{run.name}\n{run.explained:.0%} of variance", size=8.5)

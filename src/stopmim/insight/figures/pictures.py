@@ -1,7 +1,7 @@
-"""How every figure looks, and the pictures of masks.
+"""The look of every figure, and pictures of masked images.
 
-A figure is drawn on white and is fit to be saved anywhere. `svg` makes it part of a page: its text
-and lines then follow the colours of the page, light or dark.
+A figure is drawn on white and can be saved anywhere. `svg` makes it part of a page, where its text
+and lines follow the colours of the page, light or dark.
 
 Shapes: H x W pixels, C context patches, M target blocks of K patches, on a grid of side x side.
 """
@@ -10,10 +10,14 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from stopmim.config.schema import Config
@@ -23,31 +27,26 @@ from stopmim.data.loading import Crops, steps_per_epoch
 from stopmim.data.order import batch_keys
 from stopmim.method.build import draw_masks
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Colours of a figure that a page replaces by its own, as the CSS variables beside them.
+# Colours that a page replaces by its own, and the CSS variables it has for them.
 INK, RULE, SERIES = "#24292f", "#d8dde3", ("#0072b2", "#d55e00")
 _VARIABLES = {INK: "--ink", RULE: "--rule", SERIES[0]: "--series-1", SERIES[1]: "--series-2"}
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with any colour vision. Their black is
-# left out, and so is their blue, too dark on a dark picture.
+# Okabe and Ito, "Color Universal Design" (2008): distinct with any colour vision. Their black and
+# blue are left out: too dark on a dark picture.
 BLOCKS = ("#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#009e73", "#d55e00")
 
-HIDDEN_ALPHA = 64  # of 255: what is hidden can be guessed and is not mistaken for what is seen
-PREVIEW_PIXELS = 256  # along an edge, or somewhat less: whole pixels per patch
+HIDDEN_ALPHA = 64  # of 255: hidden patches can be made out and are not mistaken for seen ones
+PREVIEW_PIXELS = 256  # along an edge, or slightly less: whole pixels per patch
 
 
 @contextlib.contextmanager
 def house_style() -> Iterator[None]:
-    """Inside of it figures look like ours, whatever the user's matplotlibrc says."""
-    import matplotlib
-
+    """Makes figures look like ours, whatever the user's matplotlibrc says."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
             {
-                "svg.fonttype": "none",  # text stays text: it can be searched, read out, copied
+                "svg.fonttype": "none",  # text stays text, to be searched, read aloud and copied
                 "font.size": 8.5,
                 "text.color": INK,
                 "axes.labelcolor": INK,
@@ -61,18 +60,16 @@ def house_style() -> Iterator[None]:
 
 
 @house_style()
-def svg(figure: "Figure", name: str) -> str:
-    """`figure` as an ``<svg>`` element; `name`, unique in a page, keeps its ids apart."""
-    import matplotlib
-
+def svg(figure: Figure, name: str) -> str:
+    """`figure` as an ``<svg>`` element; `name`, unique in a page, makes its ids unique."""
     matplotlib.rcParams["svg.hashsalt"] = name
     text = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(text, format="svg", dpi=200, transparent=True, metadata=nothing)
     element = text.getvalue()
     element = element[element.index("<svg") :]
-    # Its style sheet would hold for the whole page; the ids of groups are equal in all figures and
-    # nothing refers to them; the page decides on the size and the font.
+    # Its style sheet would apply to the whole page; ids of groups are the same in all figures and
+    # nothing refers to them; size and font are up to the page.
     element = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", element, count=1, flags=re.S)
     element = re.sub(r'<g id="[^"]*"', "<g", element)
     element = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", element, count=1)
@@ -80,6 +77,50 @@ def svg(figure: "Figure", name: str) -> str:
     for colour, variable in _VARIABLES.items():
         element = element.replace(colour, f"var({variable}, {colour})")
     return element
+
+
+# ------------------------------------------------------------------------------ parts of figures
+
+
+def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
+    """A figure of `size` inches, and its axes (rows, columns)."""
+    picture = Figure(figsize=size, layout="constrained")
+    return picture, picture.subplots(rows, columns, squeeze=False)
+
+
+def style_plot(axes: Any, title: str = "", x: str = "") -> None:
+    """Horizontal rules, no tick marks, and no frame but the x axis."""
+    axes.set_title(title, size=9)
+    axes.set_xlabel(x)
+    axes.grid(axis="y", linewidth=0.7)
+    axes.tick_params(length=0)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+
+
+def style_images(grid: Any) -> None:
+    """Neither ticks nor frames around the images on these axes."""
+    for axes in np.asarray(grid).flat:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+
+
+def colour_bar(picture: Figure, image: Any, axes: Any, **options: Any) -> Any:
+    """A colour bar beside `axes`, without frame and tick marks."""
+    bar = picture.colorbar(image, ax=axes, **options)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+    return bar
+
+
+def mark_patch(axes: Any, patch: int, side: int) -> None:
+    """Frames a patch of a picture that is `side` units wide."""
+    row, col = divmod(patch, side)
+    # Dark around light: one of the two stands out from any colour.
+    for edge, width in (("black", 3.2), ("white", 1.4)):
+        axes.add_patch(Rectangle((col, row), 1, 1, fill=False, ec=edge, lw=width))
+
+
+# ------------------------------------------------------------------------------ masked images
 
 
 class Preview(NamedTuple):
@@ -94,7 +135,7 @@ class Preview(NamedTuple):
 def previews(images: Images, config: Config, step: int, count: int) -> list[Preview]:
     """The first images of the batch of `step`, cropped and masked as the run does on a CPU.
 
-    Images that cannot be read are left out.
+    Unreadable images are left out.
     """
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
@@ -117,7 +158,7 @@ def previews(images: Images, config: Config, step: int, count: int) -> list[Prev
 
 
 def faded(image: np.ndarray, context: np.ndarray, side: int) -> np.ndarray:
-    """`image` with alpha, (H, W, 4) uint8: solid where a patch is seen, faint where it is not."""
+    """`image` with alpha, (H, W, 4) uint8: seen patches are solid, the others faint."""
     height, width = image.shape[0] // side, image.shape[1] // side
     alpha = np.full(side * side, HIDDEN_ALPHA, np.uint8)
     alpha[context] = 255
@@ -126,11 +167,11 @@ def faded(image: np.ndarray, context: np.ndarray, side: int) -> np.ndarray:
 
 
 def outline(index: np.ndarray, side: int, inset: float = 0.0) -> np.ndarray:
-    """The border of a set of patches: segments (n, 2, 2) of ``(x, y)``, an edge of a patch each.
+    """The border of a set of patches: segments (n, 2, 2) of ``(x, y)``, one per edge of a patch.
 
-    `inset` patches inside of it, so that borders in the same place can be told apart.
+    Drawn `inset` patches further in, so that borders in the same place remain distinct.
     """
-    inside = np.zeros((side + 2, side + 2), bool)  # with a rim that is outside
+    inside = np.zeros((side + 2, side + 2), bool)  # with a rim of patches outside
     inside[index // side + 1, index % side + 1] = True
     segments = []
     for row, col in np.argwhere(inside):
@@ -150,35 +191,25 @@ def outline(index: np.ndarray, side: int, inset: float = 0.0) -> np.ndarray:
     return np.array(segments).reshape(-1, 2, 2)
 
 
-def mark_patch(axes: Any, patch: int, side: int) -> None:
-    """A frame around a patch of a picture that is `side` units wide."""
-    from matplotlib.patches import Rectangle
-
-    row, col = divmod(patch, side)
-    # Dark around light: one of the two stands out from any colour.
-    for edge, width in (("black", 3.2), ("white", 1.4)):
-        axes.add_patch(Rectangle((col, row), 1, 1, fill=False, ec=edge, lw=width))
+def resized(image: np.ndarray, edge: int) -> Image.Image:
+    """`image` with `edge` x `edge` pixels: enlarged ones keep their pixels, others are averaged."""
+    how = Image.Resampling.NEAREST if edge >= len(image) else Image.Resampling.BOX
+    return Image.fromarray(image).resize((edge, edge), how)
 
 
 @house_style()
-def figure(preview: Preview) -> "Figure":
-    """What is seen, what is hidden, and a coloured outline around every block to predict."""
-    from matplotlib.figure import Figure
-
+def figure(preview: Preview) -> Figure:
+    """An image with its hidden patches faint, and a coloured outline around every target block."""
     picture = Figure(figsize=(2, 2))
-    draw(picture.add_axes((0, 0, 1, 1)), preview)
+    draw_preview(picture.add_axes((0, 0, 1, 1)), preview)
     return picture
 
 
-def draw(axes: Any, preview: Preview) -> None:
-    """The picture of `figure` on axes that are two inches wide."""
-    from matplotlib.collections import LineCollection
-
+def draw_preview(axes: Any, preview: Preview) -> None:
+    """The picture of `figure`, on axes that are two inches wide."""
     image, context, targets, side = preview
-    pixels = side * max(1, PREVIEW_PIXELS // side)
-    # Small images keep their pixels, large ones are averaged; patches stay whole either way.
-    how = Image.Resampling.NEAREST if pixels >= len(image) else Image.Resampling.BOX
-    image = np.asarray(Image.fromarray(image).resize((pixels, pixels), how))
+    # Whole pixels per patch.
+    image = np.asarray(resized(image, side * max(1, PREVIEW_PIXELS // side)))
     axes.imshow(faded(image, context, side), extent=(0, side, side, 0), interpolation="none")
     point = side / (72 * 2)  # in patches
     for number, index in enumerate(targets):

@@ -1,25 +1,24 @@
-"""How much a stochastic position looks like its neighbours: the paper's similarity figure.
+"""How similar a stochastic position is to its neighbours: the paper's similarity figure.
 
 Shapes: Q query patches, S draws, N = side * side patches, P predictor width.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from stopmim.base.random_keys import torch_generator
-from stopmim.insight.figures.pictures import INK, house_style
+from stopmim.insight.figures import pictures
+from stopmim.insight.figures.pictures import house_style
 from stopmim.insight.figures.subject import Subject, indices, pixels
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-DRAWS = 64  # of a stochastic position
+DRAWS = 64  # of every position
 COLUMNS = ("deterministic", "one draw", "mean of {draws} draws")
 
 
@@ -31,20 +30,27 @@ class Similarity(NamedTuple):
     draws: int
 
 
-def spread_queries(side: int) -> Tensor:
-    """Three patches (Q,) that tell border from middle: near a corner, the centre, near an edge."""
+def default_queries(side: int) -> Tensor:
+    """Three patches (Q,): near a corner, at the centre, near an edge."""
     places = ((side // 8, side // 8), (side // 2, side // 2), (3 * side // 4, side // 4))
     return torch.tensor([row * side + col for row, col in places])
 
 
 def of_model(
-    model: MaskedImageModel, seed: int, draws: int = DRAWS, context: Tensor | None = None
+    model: MaskedImageModel,
+    seed: int,
+    queries: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> Similarity:
-    """The similarity of three positions of a model; see `similarity`."""
+    """The similarity of some positions of a model, three by default; see `similarity`."""
     positions, project = model.predictor.positions, model.predictor.noise_layer
-    generator = torch_generator("report", seed)
-    queries = spread_queries(positions.side)
-    return similarity(positions, project, queries, draws, generator, context)
+    queries = default_queries(positions.side) if queries is None else queries
+    return similarity(positions, project, queries, DRAWS, torch_generator("report", seed), context)
+
+
+def same_for_all_images(positions: Positions) -> bool:
+    """Whether there is noise, and none of it depends on the image."""
+    return positions.uncertain and not positions.conditioned
 
 
 @torch.no_grad()
@@ -63,14 +69,14 @@ def similarity(
     generator: torch.Generator,
     context: Tensor | None = None,
 ) -> Similarity:
-    """Cosine of psi_q, of one psi_q + A n and of the mean over draws, to every psi_j.
+    """Cosine to every psi_j of psi_q, of one draw psi_q + A n, and its mean over draws.
 
-    The paper says neither which similarity its figure shows nor of how many draws. The mean is that
-    of the cosines: the cosine of the mean embedding would be the deterministic one again.
+    The paper names neither the similarity of its figure nor the number of draws. The mean is taken
+    over cosines: the cosine of the mean embedding would be the deterministic one again.
 
     Args:
-        positions: the table psi and the noise; without noise all three maps are the same.
-        project: A, as the predictor's `noise_layer`.
+        positions: the table psi and the noise; without noise all three maps are equal.
+        project: A, the predictor's `noise_layer`.
         queries: (Q,) patch numbers.
         context: tokens (C, D) of an image, for noise that is made from them.
     """
@@ -102,30 +108,22 @@ def similarity(
 
 
 @house_style()
-def figure(similarity: Similarity) -> "Figure":
-    """A row per query, a column per kind of position, one colour scale, the query marked."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
+def figure(similarity: Similarity) -> Figure:
+    """One row per query, one column per kind of position, one colour scale, the query framed."""
     rows, columns, side, _ = similarity.maps.shape
-    picture = Figure(figsize=(5.6, 1.72 * rows), layout="constrained")
-    grid: Any = picture.subplots(rows, columns, squeeze=False)
+    picture, grid = pictures.panels(rows, columns, (5.6, 1.72 * rows))
+    pictures.style_images(grid)
     low, high = float(similarity.maps.min()), float(similarity.maps.max())
     for r, c in np.ndindex(rows, columns):
-        axes = grid[r, c]
-        shown = axes.imshow(similarity.maps[r, c], cmap="viridis", vmin=low, vmax=high)
-        row, col = divmod(int(similarity.queries[r]), side)
-        # Dark around light: one of the two stands out from any colour of the scale.
-        for edge, width in (("black", 3.2), ("white", 1.4)):
-            cell = Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, ec=edge, lw=width)
-            axes.add_patch(cell)
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-        if r == 0:
-            axes.set_title(COLUMNS[c].format(draws=similarity.draws), size=9)
-        if c == 0:
-            axes.set_ylabel(f"row {row + 1}, column {col + 1}", size=8.5)
-    bar = picture.colorbar(shown, ax=grid, shrink=0.5, aspect=24, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.set_label("cosine similarity", color=INK, size=8.5)
+        shown = grid[r, c].imshow(
+            similarity.maps[r, c], cmap="viridis", vmin=low, vmax=high, extent=(0, side, side, 0)
+        )
+        pictures.mark_patch(grid[r, c], int(similarity.queries[r]), side)
+    for axes, title in zip(grid[0], COLUMNS, strict=True):
+        axes.set_title(title.format(draws=similarity.draws), size=9)
+    for axes, query in zip(grid[:, 0], similarity.queries, strict=True):
+        row, col = divmod(int(query), side)
+        axes.set_ylabel(f"row {row + 1}, column {col + 1}", size=8.5)
+    bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02)
+    bar.set_label("cosine similarity", color=pictures.INK, size=8.5)
     return picture

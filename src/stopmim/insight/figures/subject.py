@@ -1,7 +1,7 @@
-"""What an analysis looks at: the model of a run, and a few of its images with their masks.
+"""The subject of an analysis: the model of a run, and a few of its images with their masks.
 
 Shapes: n images, C context patches, M target blocks of K patches, N patches, D width, T numbers of
-a target: D features, or pixels.
+a target.
 """
 
 from pathlib import Path
@@ -32,15 +32,15 @@ class Subject(NamedTuple):
 def load(path: str | Path, images: Images | None, count: int, step: int = 0) -> Subject:
     """The newest model of the run at `path`, and the first images of the batch of `step`.
 
-    Without `images`, those that run.json names.
+    Without `images`, those the run was trained on.
     """
     run = Run(Path(path))
-    return Subject(
-        run.path.resolve().name, run.config, run.model(), views(run, images, count, step)
-    )
+    shown = views(run, images, count, step)
+    return Subject(run.path.resolve().name, run.config, run.model(), shown)
 
 
 def views(run: Run, images: Images | None, count: int, step: int = 0) -> list[Preview]:
+    """The first images of the batch of `step`, with their masks."""
     found = previews(images or images_of(run), run.config, step, count)
     if not found:
         raise DataError(f"{run.path}: none of its first images can be read")
@@ -48,21 +48,16 @@ def views(run: Run, images: Images | None, count: int, step: int = 0) -> list[Pr
 
 
 def images_of(run: Run) -> Images:
-    """Those it was trained on."""
-    return without_skipped(open_images(source(run)), run.config.data.skip)
-
-
-def source(run: Run) -> str:
-    """Where run.json says the images are."""
+    """The images a run was trained on, from where run.json says they are."""
     data = run.about.get("data")
     named = data.get("source") if isinstance(data, dict) else None
     if not isinstance(named, str) or not named:
         raise DataError(f"{run.path}: run.json does not say where its images are; give --data")
-    return named
+    return without_skipped(open_images(named), run.config.data.skip)
 
 
 def pixels(views: list[Preview]) -> Tensor:
-    """What the encoder is given, (n, 3, S, S)."""
+    """The input of the encoder, (n, 3, S, S)."""
     stacked = np.stack([view.image for view in views])
     return normalise(torch.from_numpy(stacked).permute(0, 3, 1, 2))
 
@@ -76,12 +71,12 @@ def indices(views: list[Preview]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def tokens(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """The targets at every patch, (n, N, T)."""
+    """Targets at every patch, (n, N, T)."""
     every = torch.arange(model.encoder.side**2)
     return model.targets(images, every.expand(1, len(images), -1))[0]
 
 
 @torch.no_grad()
 def features(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """What the model makes of every patch, (n, N, D): the targets, unless they are pixels."""
-    return tokens(model, images) if model.target_encoder else model.encoder(images)
+    """Learned features of every patch, (n, N, D): the targets, unless those are fixed."""
+    return tokens(model, images) if model.target.learned else model.encoder(images)

@@ -1,13 +1,12 @@
-"""A quantity over a knob, several lines to compare: the paper's figures of sigma, and the like."""
+"""A quantity over a hyperparameter, several lines to compare: the paper's figures of sigma."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style, panels, style_plot
 
 COLUMNS = 2  # panels side by side
 
@@ -20,27 +19,24 @@ class Point(NamedTuple):
 class Panel(NamedTuple):
     title: str
     lines: Mapping[str, Sequence[Point]]
-    level: float | None = None  # to be seen behind the lines: of the untrained network
+    level: float | None = None  # of the untrained network, drawn behind the lines
 
 
 def along(points: Sequence[tuple[str, Point]]) -> dict[str, list[Point]]:
-    """Points by the line that they are of; one of no line is of all of them."""
+    """Groups points by line; a point without a line belongs to all of them."""
     known = [(line, point) for line, point in points if point.values]
     names = dict.fromkeys(line for line, _ in known if line)
     return {name: [point for line, point in known if line in ("", name)] for name in names}
 
 
 @house_style()
-def figure(panels: Sequence[Panel], axis: str) -> "Figure":
-    """Every line through the means over seeds, every seed a dot."""
-    from matplotlib.figure import Figure
-
-    rows = math.ceil(len(panels) / COLUMNS)
-    picture = Figure(figsize=(6.6, 2.4 * rows), layout="constrained")
-    grid: Any = picture.subplots(rows, COLUMNS, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
+def figure(shown: Sequence[Panel], axis: str) -> Figure:
+    """Lines through the means over seeds, and a dot for every seed."""
+    rows = math.ceil(len(shown) / COLUMNS)
+    picture, grid = panels(rows, COLUMNS, (6.6, 2.4 * rows))
+    for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
-    for i, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
+    for i, (axes, panel) in enumerate(zip(grid.flat, shown, strict=False)):
         for colour, (name, points) in zip((*SERIES, *BLOCKS), panel.lines.items(), strict=False):
             points = sorted(points, key=lambda point: point.x)
             x = [point.x for point in points]
@@ -54,11 +50,7 @@ def figure(panels: Sequence[Panel], axis: str) -> "Figure":
         if every and min(every) > 0:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_title(panel.title, size=9)
-        axes.set_xlabel(axis)
-        axes.grid(axis="y", linewidth=0.7)
-        axes.tick_params(length=0)
-        axes.spines[["top", "left", "right"]].set_visible(False)
+        style_plot(axes, panel.title, axis)
         if i == 0 and (len(panel.lines) > 1 or panel.level is not None):
             axes.legend(frameon=False)
     return picture

@@ -1,6 +1,6 @@
 "use strict";
-// Curves with zoom and a cursor, and two explorers. Without this script the page shows the same
-// figures, still. Text is only ever set as textContent; nothing is fetched.
+// Curves with zoom and cursor, and two explorers. Without this script the page shows the same
+// figures, without interaction. Text is only ever set as textContent; nothing is fetched.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
@@ -44,7 +44,7 @@
       this.range = [...this.all];
       this.cursor = null;
       this.svg = element("svg", { viewBox: "0 0 330 166", tabindex: 0, role: "application", class: "chart",
-        "aria-label": `${chart.title}: arrow keys read values, + and - zoom, 0 shows all` });
+        "aria-label": `${chart.title}: arrow keys read values, + and - zoom, 0 shows everything` });
       this.said = element("p", { class: "readout", "aria-live": "polite" });
       place.append(this.svg, this.said);
       if (this.lines.some((line) => line.run > 0)) place.append(this.legend());
@@ -163,7 +163,7 @@
 
   // ---------------------------------------------------------------------------- grids of patches
 
-  // viridis at eight places: dark to light in every colour vision.
+  // viridis at eight points: dark to light for any colour vision.
   const SCALE = [[68, 1, 84], [70, 50, 127], [54, 92, 141], [39, 127, 142], [31, 161, 135], [74, 194, 109], [159, 218, 58], [253, 231, 37]];
 
   function colour(value) {
@@ -173,8 +173,8 @@
   }
 
   class Grid {
-    // A square of patches over an optional picture. `allowed` patches can be chosen, by a click or
-    // by the arrow keys.
+    // A square of patches over an optional picture. `allowed` patches can be chosen, by click or by
+    // arrow keys.
     constructor(place, side, label, choose) {
       this.side = side;
       this.choose = choose;
@@ -247,7 +247,7 @@
     label.append(select);
     controls.append(pick, label);
     const pair = element("div", { class: "pair" });
-    const [seenBox, heatBox] = ["what is seen; choose a hidden patch", "what the prediction resembles"].map((title) => {
+    const [seenBox, heatBox] = ["visible part; choose a hidden patch", "patches that resemble the prediction"].map((title) => {
       const box = element("figure");
       box.append(element("figcaption", {}, title));
       pair.append(box);
@@ -278,7 +278,7 @@
       const hottest = values.indexOf(Math.max(...values));
       const before = values.filter((v) => v > values[patch]).length;
       said.textContent = `${steps[state.step]}, hidden patch in ${named(patch, side)}: most similar to ${named(hottest, side)}; ` +
-        `its own place is number ${before + 1} of ${n}.`;
+        `its own position ranks ${before + 1} of ${n}.`;
     }
     state.row = middle(0);
     show();
@@ -303,7 +303,7 @@
       const shown = maps.map((map) => map.subarray(query * n, (query + 1) * n));
       grids.forEach((grid, k) => grid.show(shown[k], query));
       const cosine = (v) => (given.low + (v / 255) * (given.high - given.low)).toFixed(2);
-      said.textContent = `Position in ${named(query, side)}: its cosine with itself is ` +
+      said.textContent = `Position in ${named(query, side)}: its cosine similarity to itself is ` +
         titles.map((title, k) => `${cosine(shown[k][query])} (${title})`).join(", ") +
         `. Colours go from ${given.low} to ${given.high}.`;
     }

@@ -1,0 +1,100 @@
+"""Shared by all benchmarks: the clock, the machine, and the lines they print and write."""
+
+import datetime
+import json
+import platform
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim._version import __version__
+from stopmim.base.errors import StorageError
+from stopmim.config.schema import Config
+from stopmim.gpu.devices import choose_device, choose_precision
+
+CALLS = 10  # timed together, so that reading the clock costs nothing
+
+Line = dict[str, Any]  # one result, printed as JSON
+
+
+def seconds_per_call(work: Callable[[], Any], device: torch.device) -> float:
+    """Mean over CALLS calls, GPU work included."""
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        work()
+    wait(device)
+    return (time.perf_counter() - begin) / CALLS
+
+
+def wait(device: torch.device) -> None:
+    """Waits until the GPU has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def speed(times: list[float], batch_size: int) -> dict[str, float]:
+    """Throughput, and median, minimum and maximum of `times` in milliseconds."""
+    median = statistics.median(times)
+    return {
+        "images_per_s": round(batch_size / median, 1),
+        "ms": round(1e3 * median, 3),
+        "ms_min": round(1e3 * min(times), 3),
+        "ms_max": round(1e3 * max(times), 3),
+    }
+
+
+def sizes(config: Config) -> Line:
+    """The sizes that decide how long a step takes."""
+    batch_size = config.optim.batch_size
+    return {"arch": config.arch, "image_size": config.image_size, "batch_size": batch_size}
+
+
+def circumstances(config: Config) -> Line:
+    """Precision, compilation and the machine."""
+    device = choose_device(config.runtime.device)
+    precision = str(choose_precision(config.runtime.precision, device) or torch.float32)
+    return {"precision": precision, "compile": config.runtime.compile, **machine(device)}
+
+
+def machine(device: torch.device) -> Line:
+    """Where, when and with which versions a line was measured."""
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "stopmim": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def check_folder(folder: Path) -> None:
+    """Raises StorageError unless `folder` is writable; called before minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
+
+
+def record_lines(lines: list[Line], folder: Path | None, what: str) -> str:
+    """Returns `lines` as JSON, and appends them to `what`_MACHINE_DATE.md in `folder`, if given."""
+    text = "\n".join(json.dumps(line) for line in lines)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = lines[0]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", first["device"]).strip("-").lower()
+        command = f"stopmim bench {str(first['bench']).split()[0]}"
+        path = folder / f"{what}_{slug}_{first['date']}.md"
+        title = f"# `{command}` on {first['device']}, {first['date']}"
+        end = "```\n"
+        before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
+        path.write_text(f"{before.removesuffix(end)}{text}\n{end}", encoding="utf-8")
+    return text
