@@ -29,21 +29,21 @@ data.sources.parquet data.sources.tar data.sources.open data data.check
 runs runs.checkpoint runs.run
 weights weights.formats weights.formats.data2vec weights.formats.mae weights.foreign weights.load
 weights.inspect weights.card weights.export
-health health.measure health.reference health.doctor
+health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
 evals evals.cache evals.protocols evals.randaugment evals.regions evals.results evals.views
 evals.protocols.knn evals.protocols.lowshot evals.features evals.inputs evals.recipes
 evals.statistics evals.feature_files evals.heads evals.protocols.tracking evals.protocols.linear
 evals.suite evals.protocols.finetune evals.compare evals.table evals.command
-insight insight.figures insight.report insight.figures.pictures insight.figures.curves
-insight.figures.masks insight.figures.smoothing insight.figures.subject insight.figures.sweep
-insight.figures.collapse insight.figures.norms insight.figures.pca insight.figures.prediction
-insight.figures.similarity insight.figures.uncertainty insight.report.results insight.analyse
+insight insight.figures insight.report insight.figures.pictures insight.report.results
+insight.figures.curves insight.figures.masks insight.figures.smoothing insight.figures.subject
+insight.figures.sweep insight.figures.collapse insight.figures.norms insight.figures.pca
+insight.figures.prediction insight.figures.similarity insight.figures.uncertainty insight.analyse
 insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
-bench bench.step bench.growth bench.loader bench.probe
+bench bench.timing bench.loader bench.probe bench.step bench.growth
 cli.demo cli.evaluate cli.words cli.commands cli
 __init__
 __main__
