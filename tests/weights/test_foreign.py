@@ -304,7 +304,7 @@ def test_a_file_that_lacks_any_one_key_is_refused(timm: Any, tmp_path: Path) -> 
     for key in state:
         spoiled = {k: v for k, v in state.items() if k != key}
         message = refused(spoiled)
-        assert key in message or "positions are no square" in message
+        assert key in message or "positions do not form a square" in message
 
 
 def test_a_file_with_any_tensor_of_another_shape_is_refused(timm: Any) -> None:

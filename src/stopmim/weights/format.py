@@ -24,7 +24,7 @@ class WeightFile:
     """A path to weights, read when a format first asks for its content."""
 
     path: Path
-    heads: int | None = None  # given by the user: most files do not say them
+    heads: int | None = None  # given by the user, since most files do not say them
     decoder_heads: int | None = None
     content: Any = None  # once it is read
 
@@ -56,7 +56,7 @@ class WeightFile:
         return epoch if isinstance(epoch, int) and epoch else None  # `export` writes 0 if unknown
 
     def tag(self, name: str) -> Any:
-        """The note `name` of `export`, in the header or beside the weights; None without it."""
+        """The tag `name` that `export` wrote to the header or beside the weights, or None."""
         tree = self.tree  # reading it has checked the header
         if self.path.suffix != ".safetensors":
             return tree.get(name) if isinstance(tree, Mapping) else None
@@ -64,10 +64,10 @@ class WeightFile:
         try:
             return text and json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self}: {name} is none of ours: {error}") from None
+            raise CheckpointError(f"{self}: {name} is not ours: {error}") from None
 
     def heads_and_eps(self) -> tuple[int | None, float]:
-        """Attention heads, as given or else as `export` noted them, and the norm epsilon."""
+        """Attention heads, as given or else as in the tag of `export`, and the norm epsilon."""
         tag = self.tag(vit.ENCODER_TAG)
         if tag is None:
             return self.heads, EPS
@@ -76,7 +76,7 @@ class WeightFile:
             if heads < 1 or not 0 <= eps < 1:
                 raise ValueError(f"{heads} heads, epsilon {eps}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{self}: {vit.ENCODER_TAG} is none of ours: {error}") from None
+            raise CheckpointError(f"{self}: {vit.ENCODER_TAG} is not ours: {error}") from None
         return self.heads or heads, eps
 
 
@@ -89,7 +89,7 @@ class Contents:
     encoder: Encoder
     network: str  # what the encoder is, in words
     model: MaskedImageModel | None = None  # with the predictor, if there is one
-    no_model: str = ""  # why `model` is None
+    no_model: str = ""  # the reason, if `model` is None
     branches: tuple[str, ...] = ()  # the two encoders, if there are two
     epoch: int | None = None
     config: Config | None = None  # of our own runs
@@ -179,5 +179,5 @@ class Format:
         raise NotImplementedError
 
     def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        """For the README.md of an export: Python code that loads it, and a note on it."""
+        """Python code that loads an export, and a note on it, for its README.md."""
         raise NotImplementedError

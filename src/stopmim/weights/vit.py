@@ -28,7 +28,7 @@ from stopmim.runs.checkpoint import fill
 
 Branch = Literal["target", "context"]  # the EMA encoder (teacher), or the trained one (student)
 
-# What `export` notes beside the weights, because they do not tell it.
+# Tags that `export` writes beside the weights: heads, epsilon, and the kind of predictor.
 ENCODER_TAG, PREDICTOR_TAG = "stopmim.encoder", "stopmim.predictor"
 
 CONTAINERS = ("model", "state_dict")  # MAE, timm's training script; iBOT's checkpoint_teacher.pth
@@ -75,6 +75,7 @@ class Shape(NamedTuple):
 
 
 def describe(encoder: VisionTransformer) -> str:
+    """Architecture and positions in words."""
     positions = "sine-cosine" if is_sincos(encoder.pos_embed) else "learned"
     eps = f", norm eps {encoder.norm.eps:g}" if encoder.norm.eps != EPS else ""
     return f"{Shape.of(encoder)}, {positions} positions{eps}"
@@ -165,26 +166,21 @@ def encoder_like(
         width, _, patch, _ = weights["patch_embed.proj.weight"].shape
         patches = weights["pos_embed"].shape[1] - class_token
         hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
-        side = math.isqrt(patches)
+        if (side := math.isqrt(patches)) ** 2 != patches:
+            raise ValueError(f"its {patches} positions do not form a square")
         if not min(width, patch, side, hidden):
             raise ValueError("an empty tensor")
+        if heads is None:
+            heads = {size.width: size.heads for size in SIZES.values()}.get(width)
+        if heads is None:
+            raise CheckpointError(f"{source}: width {width} is no standard size; say heads=...")
+        if heads < 1:
+            raise CheckpointError(f"{source}: heads must be at least 1, got {heads}")
+        depth, ratio = block_count(weights, "blocks."), hidden / width
+        with torch.device("meta"):  # without memory until it is known to fit: see `fill`
+            return VisionTransformer(side * patch, patch, width, depth, heads, ratio, class_token)
     except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"{source}: not a plain ViT: {error}") from None
-    if side * side != patches:
-        raise CheckpointError(f"{source}: its {patches} positions are no square")
-    known = {size.width: size.heads for size in SIZES.values()}
-    if heads is None and width not in known:
-        raise CheckpointError(f"{source}: width {width} is no standard size; say heads=...")
-    if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
-    depth, heads = block_count(weights, "blocks."), heads or known[width]
-    try:
-        with torch.device("meta"):  # without memory until it is known to fit: see `fill`
-            return VisionTransformer(
-                side * patch, patch, width, depth, heads, hidden / width, class_token
-            )
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from None
 
 
 def predictor_like(
@@ -223,7 +219,7 @@ def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
     MAE, I-JEPA and StoP never train theirs; Hugging Face and timm do when they fine-tune.
     """
     side, width = math.isqrt(table.shape[1]), table.shape[2]
-    if width % 4 or is_sincos(table):  # of other widths there is no such table
+    if width % 4 or is_sincos(table):  # other widths have no such table
         return
     by_column = sincos_2d(side, width).view(side, side, width).transpose(0, 1).flatten(0, 1)
     swapped = _close(table, by_column)

@@ -49,7 +49,7 @@ def _encoder_like(weights: vit.State, source: str, heads: int | None) -> "Relati
         hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
         side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
         if (2 * side - 1) ** 2 + CLASS != distances:
-            raise ValueError(f"its table of {distances} distances is of no square")
+            raise ValueError(f"its table of {distances} distances does not fit a square grid")
         if heads not in (None, own):
             raise ValueError(f"it has {own} heads, not {heads}")
         depth = vit.block_count(weights, "blocks.")

@@ -21,7 +21,6 @@ from stopmim.weights.format import Contents, Format, WeightFile
 
 KINDS = ("ijepa", "vit", "vit_mae")
 FILES = ("model.safetensors", "pytorch_model.bin")
-EPSILON = "layer_norm_eps"
 NOT_ENCODER = ("decoder.", "pooler.", "classifier.")
 
 # timm to Hugging Face; names of a layer come after "blocks.N." and "encoder.layer.N.".
@@ -59,7 +58,8 @@ class HuggingFace(Format):
         folder, config = file.path, read_json(file.path / "config.json")
         try:
             kind, act = config["model_type"], config.get("hidden_act", "gelu")
-            own, eps = int(config["num_attention_heads"]), float(config.get(EPSILON, 1e-12))
+            own = int(config["num_attention_heads"])
+            eps = float(config.get("layer_norm_eps", 1e-12))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: unreadable: {error}") from None
         if kind not in KINDS or act != "gelu":
@@ -87,7 +87,7 @@ class HuggingFace(Format):
             "hidden_act": "gelu",
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
-            EPSILON: encoder.norm.eps,  # the default would be 1e-12
+            "layer_norm_eps": encoder.norm.eps,  # the default would be 1e-12
             "image_size": size,
             "patch_size": encoder.patch,
             "num_channels": 3,
@@ -131,7 +131,7 @@ them before pooling. Other image sizes need `interpolate_pos_encoding=True`."""
 
 
 def _names(depth: int) -> dict[str, list[str]]:
-    """timm's names to those of Hugging Face, which has three matrices for `qkv`."""
+    """Maps timm's names to those of Hugging Face, which has three matrices for `qkv`."""
     found = {ours: [theirs] for ours, theirs in TOKENS.items()}
     for kind in ("weight", "bias"):
         found |= {f"{ours}.{kind}": [f"{theirs}.{kind}"] for ours, theirs in AROUND.items()}
@@ -143,7 +143,7 @@ def _names(depth: int) -> dict[str, list[str]]:
 
 
 def from_huggingface(tree: Any, source: str) -> vit.State:
-    """The weights under timm's names; those that are not known keep theirs, for `fill` to name."""
+    """The weights under timm's names; unknown ones keep theirs, and `fill` refuses them."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{source}: no weights in it; its keys are {vit.first_keys(tree)}")
     tree = {_name_in_files(re.sub(r"^(ijepa|vit)\.", "", str(k))): v for k, v in tree.items()}

@@ -108,7 +108,7 @@ def _decoder(tree: Mapping[str, Any], prefix: int, source: str) -> vit.State:
     for name, value in tree.items():
         stem, dot, rest = str(name).removeprefix("module.").partition(".")
         if stem in NAMES or stem.startswith("decoder_"):
-            found[NAMES.get(stem, stem) + dot + rest] = value  # unknown: `fill` names it
+            found[NAMES.get(stem, stem) + dot + rest] = value  # `fill` refuses unknown ones
     decoder = vit.tensors(found, source)
     if (table := decoder.get(TABLE)) is None:
         return decoder  # `fill` reports it
