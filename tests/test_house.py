@@ -27,8 +27,10 @@ data.sources.npz data.sources.scenes data.skip data.videos data.sources.clevr da
 data.sources.inat2018 data.sources.splits data.sources.lists data.sources.shards
 data.sources.parquet data.sources.tar data.sources.open data data.check
 runs runs.checkpoint runs.run
-weights weights.formats weights.formats.data2vec weights.formats.mae weights.foreign weights.load
-weights.inspect weights.card weights.export
+weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
+weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
+weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
+weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop

@@ -163,7 +163,7 @@ def test_a_file_that_is_not_quite_mae_is_refused(
 def test_heads_nobody_knows_are_asked_for(file: Path) -> None:
     with pytest.raises(CheckpointError, match="say decoder_heads="):
         load_model(file, heads=3)
-    assert "with decoder_heads=" in str(identify(file, heads=3))
+    assert "say decoder_heads=" in str(identify(file, heads=3))
 
 
 def test_layouts_are_not_taken_for_each_other(tmp_path: Path) -> None:

@@ -26,13 +26,12 @@ from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
 from stopmim.weights.export import export
-from stopmim.weights.foreign import from_timm, set_eps
+from stopmim.weights.formats.timm import from_timm, write_safetensors
 from stopmim.weights.inspect import identify
-from stopmim.weights.load import PREDICTOR_TAG
+from stopmim.weights.vit import PREDICTOR_TAG, set_eps
 from tiny import NoiseImages, tiny, tiny_mae
 
-Format = Literal["timm", "hf", "onnx", "ijepa", "safetensors"]
-FORMATS: tuple[Format, ...] = ("timm", "hf", "onnx", "ijepa", "safetensors")
+FORMATS = ("timm", "hf", "onnx", "ijepa", "safetensors")
 FILES = {
     "timm": "model.safetensors",
     "hf": ".",
@@ -97,8 +96,6 @@ def odd_encoder(class_token: bool) -> VisionTransformer:
 
 def saved(encoder: VisionTransformer, folder: Path) -> Path:
     """As a file that tells neither heads nor epsilon, then as one of ours that does."""
-    from stopmim.weights.export import write_safetensors
-
     write_safetensors(encoder, folder / "odd.safetensors")
     return folder / "odd.safetensors"
 
@@ -138,7 +135,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_export(
 
 @pytest.mark.parametrize("to", ["timm", "hf", "safetensors"])
 @torch.no_grad()
-def test_the_context_encoder_is_exported_on_request(to: Format, run: Run, tmp_path: Path) -> None:
+def test_the_context_encoder_is_exported_on_request(to: str, run: Run, tmp_path: Path) -> None:
     folder = export(run.checkpoint, to, tmp_path / to, branch="context")
     encoder = stopmim.load_encoder(folder / FILES[to])
     assert torch.equal(encoder(pictures()), run.encoder("context")(pictures()))
@@ -351,7 +348,7 @@ def test_a_card_says_what_how_trained_and_how_good(
     assert "step 3 of 2 epochs with batch 8" in text
     assert "Data: 40 images" in text
     assert "| knn count | accuracy | 0.3125 | 0.2700 |" in text
-    assert "Of the target encoder at step 3." in text
+    assert "Results of the target encoder at step 3." in text
     assert "0.1250" not in text
     assert ("the target (EMA) encoder" in text) == (to != "ijepa")
 
@@ -487,17 +484,17 @@ def test_inspect_says_what_a_run_is(run: Run, capsys: pytest.CaptureFixture[str]
     assert lines["project"] == "stopmim run"
     assert lines["encoder"].startswith("vit_micro4, patch 4, width 96, depth 4, 3 heads")
     assert lines["images"] == "24x24 pixels, a grid of 6x6"
-    assert lines["predictor"].startswith("StoP, sigma 0.25 (a variance)")
+    assert lines["predictor"].startswith("I-JEPA, StoP, sigma 0.25 (a variance)")
     assert lines["step"] == "3"
     assert identify(run.checkpoint).project == "stopmim checkpoint"
 
 
 @pytest.mark.parametrize(
     ("name", "project", "predictor"),
-    [("stop", "StoP", "StoP as released"), ("ijepa", "I-JEPA", "I-JEPA, certain")],
+    [("stop", "StoP", "I-JEPA, StoP as released"), ("ijepa", "I-JEPA", "I-JEPA, certain")],
 )
 def test_inspect_tells_stop_from_ijepa(name: str, project: str, predictor: str) -> None:
-    found = dict(identify(GOLDEN / f"ckpt_{name}_module.pth.tar", heads=2).rows)
+    found = identify(GOLDEN / f"ckpt_{name}_module.pth.tar", heads=2).facts()
     assert found["project"].startswith(project)
     assert found["predictor"].startswith(predictor)
     assert found["epoch"] == "1"

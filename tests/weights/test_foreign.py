@@ -20,9 +20,10 @@ from helpers import seeded
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.method.encoder import Encoder, VisionTransformer, take
 from stopmim.method.positions import sincos_2d
-from stopmim.weights.foreign import from_timm
+from stopmim.weights.format import WeightFile
 from stopmim.weights.formats.data2vec import RelativeTransformer
-from stopmim.weights.load import encoder_in
+from stopmim.weights.formats.timm import from_timm
+from stopmim.weights.load import format_of
 
 Tree = dict[str, Any]
 
@@ -97,9 +98,9 @@ def saved(tree: object, folder: Path, name: str = "file.pth") -> Path:
 def refused(file: Path | str | Tree, heads: int | None = None) -> str:
     """The one line with which a file is refused, or what is in one: files take their time."""
     path, tree = (Path("file.pth"), file) if isinstance(file, dict) else (file, None)
-    read = partial(encoder_in, tree, Path(path), "target", heads)
+    read = WeightFile(Path(path), heads, content=tree)
     with pytest.raises(CheckpointError) as caught:
-        read() if tree else stopmim.load_encoder(path, heads=heads)
+        format_of(read).encoder(read, "target") if tree else stopmim.load_encoder(path, heads=heads)
     message = str(caught.value)
     assert caught.value.exit_code == 4
     assert message.startswith(str(path))
@@ -289,7 +290,7 @@ def test_heads_are_looked_up_by_width_taken_as_given_and_never_guessed(
 
 
 def test_an_encoder_without_a_predictor_is_no_model(dino: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no encoder in it") as caught:
+    with pytest.raises(CheckpointError, match="there is no predictor in it") as caught:
         stopmim.load_model(saved(bare(dino), tmp_path))
     assert len(str(caught.value).splitlines()) == 1
 
@@ -303,7 +304,7 @@ def test_a_file_that_lacks_any_one_key_is_refused(timm: Any, tmp_path: Path) -> 
     for key in state:
         spoiled = {k: v for k, v in state.items() if k != key}
         message = refused(spoiled)
-        assert key in message or "positions are no square" in message
+        assert key in message or "positions do not form a square" in message
 
 
 def test_a_file_with_any_tensor_of_another_shape_is_refused(timm: Any) -> None:

@@ -15,7 +15,7 @@ from stopmim.cli import main
 from stopmim.evals.feature_files import write_features
 from stopmim.method.build import build, configure
 from stopmim.method.encoder import VisionTransformer
-from stopmim.weights.load import start
+from stopmim.weights.load import apply_init
 from tiny import NoiseImages, assert_same_run, tiny, write_folder
 
 
@@ -41,7 +41,7 @@ def test_both_encoders_begin_with_the_features_of_the_file(
 ) -> None:
     path = source(tmp_path, class_token=class_token, image_size=image_size)
     config = configure(tiny(init=str(path), class_token=class_token))
-    model = start(build(config), config, tmp_path / "run").eval()
+    model = apply_init(build(config), config, tmp_path / "run").eval()
     given = stopmim.load_encoder(path)
     for part in (model.encoder, model.branch()):
         torch.testing.assert_close(part(pictures()), given(pictures()), atol=1e-6, rtol=0)

@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,8 @@ from stopmim.base.errors import CheckpointError
 from stopmim.method.encoder import VisionTransformer
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions, StochasticPositions
-from stopmim.weights.load import encoder_in
+from stopmim.weights.format import WeightFile
+from stopmim.weights.load import format_of
 
 FILES = [(kind, layout) for kind in ("stop", "ijepa") for layout in ("plain", "module")]
 BRANCHES: list[tuple[Literal["target", "context"], str]] = [
@@ -52,9 +52,9 @@ def refused(file: Path | dict[str, Any], heads: int | None = 2) -> str:
     """The one line with which a file is refused, or what is in one: files take their time."""
     path = file if isinstance(file, Path) else Path("spoiled.pth.tar")
     tree = None if isinstance(file, Path) else file
-    read = partial(encoder_in, tree, path, "target", heads)
+    read = WeightFile(path, heads, content=tree)
     with pytest.raises(CheckpointError) as caught:
-        read() if tree else stopmim.load_encoder(path, heads=heads)
+        format_of(read).encoder(read, "target") if tree else stopmim.load_encoder(path, heads=heads)
     message = str(caught.value)
     assert caught.value.exit_code == 4
     assert message.startswith(str(path))

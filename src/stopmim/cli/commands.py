@@ -286,9 +286,9 @@ class Export:
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """what to export: anything that `stopmim inspect` knows"""
-    to: Literal["timm", "hf", "onnx", "ijepa", "mae", "safetensors"]
-    """ijepa: encoder, target encoder and predictor, as I-JEPA's code saves them; mae: encoder and
-    decoder under the names of MAE's code"""
+    to: Annotated[str, arg(metavar="FORMAT")]
+    """timm, hf, onnx, safetensors; ijepa: encoder, target encoder and predictor, as I-JEPA's code
+    saves them; mae: encoder and decoder under the names of MAE's code"""
     out: Annotated[Path, arg(metavar="FOLDER")]
     """a new folder"""
     branch: Branch = "target"

@@ -46,7 +46,7 @@ from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Step, build_step
-from stopmim.weights.load import start
+from stopmim.weights.load import apply_init
 
 SLOW = 0.5  # seconds per update; above this, ranks poll for signals at every step
 
@@ -207,7 +207,7 @@ def _set_up(images: Images, source: str, path: Path, config: Config, world: Worl
     amp = choose_precision(runtime.precision, device)
     per_epoch = steps_per_epoch(images, config)
     set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
-    model = start(build(config), config, path).to(device)  # a bad --init leaves no run behind
+    model = apply_init(build(config), config, path).to(device)  # a bad --init leaves no run behind
     if world.first:
         begin(path, config, source, images, device, world.size)
     if lost := getattr(images, "unreadable", []):

@@ -1,25 +1,69 @@
-"""The encoder of data2vec and BEiT: a ViT that knows only how far apart two patches are.
+"""data2vec and BEiT: a ViT that knows only how far apart two patches are, read only.
 
 It has no table of positions. Instead every attention adds a bias, the same in all blocks, which is
-looked up by the distance between two patches; what comes from or goes to the class token has
-entries of its own. Names are those of the published files.
+looked up by the distance between two patches; attention from and to the class token has entries of
+its own. Names are those of the published files.
 
 Shapes: B images, N patches, K of them kept, D width, S patches along an edge in training.
 """
 
+import math
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import EPS, Mlp, PatchEmbed, take
+from stopmim.base.errors import CheckpointError
+from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, take
+from stopmim.runs.checkpoint import fill
+from stopmim.weights import vit
+from stopmim.weights.format import Format, WeightFile
 
 CLASS = 3  # entries of a table for the class token: to patches, from patches, to itself
+DISTANCES, INDEX = (f"rel_pos_bias.relative_position_{name}" for name in ("bias_table", "index"))
+
+
+class Data2vec(Format):
+    name = "data2vec or BEiT"
+
+    def recognises(self, file: WeightFile) -> bool:
+        return vit.has_key(vit.unwrapped(file.tree), DISTANCES)
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> "RelativeTransformer":
+        weights = vit.encoder_weights(file.tree, str(file))
+        weights.pop(INDEX, None)  # it follows from the size of the table
+        encoder = _encoder_like(weights, str(file), file.heads)
+        fill(encoder, weights, str(file))
+        return encoder.eval()
+
+    def network(self, encoder: Encoder) -> str:
+        return f"patch {encoder.patch}, width {encoder.width}, relative positions, class token"
+
+
+def _encoder_like(weights: vit.State, source: str, heads: int | None) -> "RelativeTransformer":
+    """An encoder with the shapes of `weights`, without memory; the table tells the heads."""
+    try:
+        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+        distances, own = weights[DISTANCES].shape
+        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
+        if (2 * side - 1) ** 2 + CLASS != distances:
+            raise ValueError(f"its table of {distances} distances does not fit a square grid")
+        if heads not in (None, own):
+            raise ValueError(f"it has {own} heads, not {heads}")
+        depth = vit.block_count(weights, "blocks.")
+        with torch.device("meta"):
+            return RelativeTransformer(side, patch, width, depth, own, hidden)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{source}: not an encoder of data2vec: {error}") from None
+
+
+# ------------------------------------------------------------------------------ the network
 
 
 class RelativeAttention(nn.Module):
-    """Queries and values have a bias, keys have none."""
+    """Attention with a bias for queries and values, and none for keys."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +82,7 @@ class RelativeAttention(nn.Module):
 
 
 class RelativeBlock(nn.Module):
-    """What a block adds is scaled, feature by feature."""
+    """A block whose two outputs are scaled, feature by feature."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -53,7 +97,7 @@ class RelativeBlock(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """The bias of every distance, by head; the table is resized for images of another size."""
+    """Bias per distance and head; the table is resized for images of another size."""
 
     def __init__(self, side: int, heads: int) -> None:
         super().__init__()
@@ -80,7 +124,7 @@ class RelativeBias(nn.Module):
 
 
 class RelativeTransformer(nn.Module):
-    """Patches to features, as `VisionTransformer` does it."""
+    """Patches to features, with the interface of `VisionTransformer`."""
 
     def __init__(
         self, side: int, patch: int, width: int, depth: int, heads: int, hidden: int
@@ -101,10 +145,8 @@ class RelativeTransformer(nn.Module):
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
-        x, bias = (
-            self.patch_embed(images),
-            self.rel_pos_bias(height // self.patch, width // self.patch),
-        )
+        x = self.patch_embed(images)
+        bias = self.rel_pos_bias(height // self.patch, width // self.patch)
         if index is None:
             bias = bias[None]
         else:
@@ -113,7 +155,7 @@ class RelativeTransformer(nn.Module):
         return torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1), bias
 
     def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) alone."""
+        """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K)."""
         x, bias = self.embed(images, index)
         for block in self.blocks:
             x = block(x, bias)

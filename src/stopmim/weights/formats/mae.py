@@ -1,16 +1,21 @@
-"""The names MAE's code has for our model: its decoder is our predictor.
+"""MAE with its decoder, which is our predictor, in one flat state dict.
 
-A file of it has the encoder under timm's names and the decoder beside it, in one flat dict. Its
-table of positions has a row of zeros for the class token, which ours leaves out.
+The encoder has timm's names. The decoder's table of positions has a row of zeros for the class
+token, which ours leaves out.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stopmim.base.errors import CheckpointError
+from stopmim.method.encoder import Encoder, VisionTransformer
+from stopmim.method.model import MaskedImageModel, Pixels
+from stopmim.runs.checkpoint import fill
+from stopmim.weights import vit
+from stopmim.weights.format import Contents, Format, WeightFile
 
 # MAE to ours, by the first component of a key.
 NAMES = {
@@ -22,52 +27,91 @@ NAMES = {
     "mask_token": "mask_token",
 }
 TABLE = "predictor_pos_embed"
-HEADS = {512: 16}  # of the decoder, by its width: the published ones are all the same
+DECODER_WIDTH, DECODER_HEADS = 512, 16  # of every published decoder
+# The tag of MAE's own files. None says whether pixels were normed; most were.
+PUBLISHED = {"positions": "sincos", "bias": "mask_token", "tokens": "masked", "norm_pixels": True}
 
 
-def decoder_in(tree: Any) -> dict[str, Any]:
-    """The decoder in a file of MAE's code, under our names; empty if there is none.
+class Mae(Format):
+    name = "MAE, with its decoder"
+    word = "mae"
+    used_by = "the code of MAE"
+    whole_model = True
 
-    A name that is not known stays as it is, for whoever fills the predictor to complain of.
-    """
-    if isinstance(tree, Mapping) and isinstance(tree.get("model"), Mapping):
-        tree = tree["model"]
-    if not isinstance(tree, Mapping):
-        return {}
+    def recognises(self, file: WeightFile) -> bool:
+        return vit.has_key(vit.unwrapped(file.tree), "decoder_pos_embed")
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
+        # A run of ours may have started from learned positions.
+        fixed = file.tag(vit.PREDICTOR_TAG) is None
+        weights = vit.encoder_weights(file.tree, str(file))
+        encoder = vit.read(weights, str(file), *file.heads_and_eps(), fixed=fixed)
+        encoder.start = "mae"
+        return encoder
+
+    def model(self, file: WeightFile) -> MaskedImageModel:
+        encoder, source = self.encoder(file, "target"), f"{file}: decoder"
+        decoder = _decoder(vit.unwrapped(file.tree), encoder.prefix, source)
+        tag = file.tag(vit.PREDICTOR_TAG)
+        if tag is None:
+            weight = decoder.get("predictor_embed.weight", torch.empty(DECODER_WIDTH))
+            if file.decoder_heads is None and weight.shape[:1] != (DECODER_WIDTH,):
+                what = f"its decoder is not {DECODER_WIDTH} wide as all of MAE's are"
+                raise CheckpointError(f"{file}: {what}; say decoder_heads=")
+            tag = PUBLISHED | {"heads": file.decoder_heads or DECODER_HEADS}
+        predictor = vit.predictor_like(decoder, encoder, source, tag, outputs=3 * encoder.patch**2)
+        if not isinstance(normed := tag.get("norm_pixels"), bool):
+            raise CheckpointError(f"{source}: norm_pixels is not in its {vit.PREDICTOR_TAG}")
+        fill(predictor, decoder, source)
+        vit.check_positions(decoder[TABLE], source, fixed=True)
+        return MaskedImageModel(encoder, predictor, Pixels(normed)).eval()
+
+    def project(self, file: WeightFile, encoder: Encoder) -> str:
+        exported = file.tag(vit.PREDICTOR_TAG) is not None
+        return "stopmim export, in MAE's layout" if exported else self.name
+
+    def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
+        model, path = contents.model, contents.path
+        if model is None or not isinstance(model.target, Pixels):
+            what = "no predictor of pixels in it, which MAE's layout has"
+            raise CheckpointError(f"{path}: {what}; choose another --to")
+        if problem := model.predictor.positions.not_exportable:
+            raise CheckpointError(f"{path}: MAE's layout has no place for {problem}")
+        if not model.encoder.prefix:
+            raise CheckpointError(f"{path}: no class token in it, which MAE's layout has")
+        theirs = {ours: name for name, ours in NAMES.items()}
+        weights = vit.weights_of(model.encoder)
+        for key, value in vit.weights_of(model.predictor).items():
+            stem, dot, rest = key.partition(".")
+            if key == TABLE:
+                value = torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
+            weights[theirs[stem] + dot + rest] = value
+        predictor_tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
+        tags = {vit.ENCODER_TAG: vit.encoder_tag(model.encoder), vit.PREDICTOR_TAG: predictor_tag}
+        vit.save_tagged(weights, folder / "model.safetensors", tags)
+
+    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
+        code = """\
+from safetensors.torch import load_file
+
+weights = load_file("model.safetensors")  # for MaskedAutoencoderViT.load_state_dict"""
+        note = """\
+Keys are those of MAE's code, its `model`: the encoder under timm's names, then `mask_token` and
+`decoder_...`. `stopmim.predictor` in the header says how many heads the decoder has and whether its
+pixels are normed. If it was trained with StoP, its masked tokens without noise are those of MAE."""
+        return code, note
+
+
+def _decoder(tree: Mapping[str, Any], prefix: int, source: str) -> vit.State:
+    """The decoder in MAE's state dict under our names, with positions of patches only."""
     found = {}
     for name, value in tree.items():
         stem, dot, rest = str(name).removeprefix("module.").partition(".")
         if stem in NAMES or stem.startswith("decoder_"):
-            found[NAMES.get(stem, stem) + dot + rest] = value
-    return found if {"predictor_embed.weight", TABLE} <= found.keys() else {}
-
-
-def heads_of(decoder: Mapping[str, Any]) -> int | None:
-    """Of a published decoder; None for any other, since no file says it."""
-    weight = decoder.get("predictor_embed.weight")
-    return HEADS.get(len(weight)) if isinstance(weight, Tensor) and weight.ndim == 2 else None
-
-
-def without_class(decoder: Mapping[str, Any], prefix: int, source: str) -> dict[str, Tensor]:
-    """`decoder` with a table of patches alone; `prefix` rows before them have to be zeros."""
-    for key, value in decoder.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{source}: decoder: {key} is no tensor but {type(value).__name__}"
-            )
-    table = decoder[TABLE]
+            found[NAMES.get(stem, stem) + dot + rest] = value  # `fill` refuses unknown ones
+    decoder = vit.tensors(found, source)
+    if (table := decoder.get(TABLE)) is None:
+        return decoder  # `fill` reports it
     if table.ndim != 3 or table[:, :prefix].any():
-        raise CheckpointError(f"{source}: decoder: the class token has a place, unlike in MAE")
-    return {**decoder, TABLE: table[:, prefix:]}
-
-
-def to_mae(encoder: Mapping[str, Tensor], predictor: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both in one dict under MAE's names: the inverse of `decoder_in` and `without_class`."""
-    theirs = {ours: name for name, ours in NAMES.items()}
-    weights = dict(encoder)
-    for key, value in predictor.items():
-        stem, dot, rest = key.partition(".")
-        if key == TABLE:
-            value = torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
-        weights[theirs[stem] + dot + rest] = value
-    return weights
+        raise CheckpointError(f"{source}: the class token has a place, unlike in MAE")
+    return decoder | {TABLE: table[:, prefix:]}

@@ -1,0 +1,183 @@
+"""The interface of a weight format: how a file is recognised, read, written and described.
+
+A new format is one file in `formats/` with a subclass of `Format`, and one line in `load.FORMATS`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from torch import nn
+
+from stopmim.base.errors import CheckpointError
+from stopmim.base.sandbox import metadata, read_tree
+from stopmim.config.schema import Config
+from stopmim.method.encoder import EPS, Encoder, VisionTransformer
+from stopmim.method.model import MaskedImageModel
+from stopmim.weights import vit
+
+
+@dataclass
+class WeightFile:
+    """A path to weights, read when a format first asks for its content."""
+
+    path: Path
+    heads: int | None = None  # given by the user, since most files do not say them
+    decoder_heads: int | None = None
+    content: Any = None  # once it is read
+
+    @classmethod
+    def at(cls, path: str | Path, *heads: int | None) -> "WeightFile":
+        """The file at `path`, or the one in it if `path` is a folder that `export` wrote."""
+        path = Path(path)
+        file, others = path / "model.safetensors", ("run", "manifest", "state", "config")
+        is_export = file.is_file() and not any((path / f"{name}.json").exists() for name in others)
+        return cls(file if is_export else path, *heads)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def tree(self) -> Any:
+        """Nested containers with tensors, read without executing anything."""
+        if self.content is None:
+            if not self.path.exists():
+                what = "no such file or folder; give a run or a file of weights"
+                raise CheckpointError(f"{self}: {what}")
+            self.content = read_tree(self.path)
+        return self.content
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch saved beside the weights, if a format has read the tree."""
+        epoch = self.content.get("epoch") if isinstance(self.content, Mapping) else None
+        return epoch if isinstance(epoch, int) and epoch else None  # `export` writes 0 if unknown
+
+    def tag(self, name: str) -> Any:
+        """The tag `name` that `export` wrote to the header or beside the weights, or None."""
+        tree = self.tree  # reading it has checked the header
+        if self.path.suffix != ".safetensors":
+            return tree.get(name) if isinstance(tree, Mapping) else None
+        text = metadata(self.path).get(name)
+        try:
+            return text and json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self}: {name} is not ours: {error}") from None
+
+    def heads_and_eps(self) -> tuple[int | None, float]:
+        """Attention heads, as given or else as in the tag of `export`, and the norm epsilon."""
+        tag = self.tag(vit.ENCODER_TAG)
+        if tag is None:
+            return self.heads, EPS
+        try:
+            heads, eps = int(tag["heads"]), float(tag["eps"])
+            if heads < 1 or not 0 <= eps < 1:
+                raise ValueError(f"{heads} heads, epsilon {eps}")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{self}: {vit.ENCODER_TAG} is not ours: {error}") from None
+        return self.heads or heads, eps
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything known about a file; `str` is what ``stopmim inspect`` prints."""
+
+    path: Path
+    project: str  # whose file it is, as far as its keys tell
+    encoder: Encoder
+    network: str  # what the encoder is, in words
+    model: MaskedImageModel | None = None  # with the predictor, if there is one
+    no_model: str = ""  # the reason, if `model` is None
+    branches: tuple[str, ...] = ()  # the two encoders, if there are two
+    epoch: int | None = None
+    config: Config | None = None  # of our own runs
+    step: int | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Label and value of each fact, in the order in which they are printed."""
+        side, patch = cast(Any, self.encoder).side, self.encoder.patch
+        facts = {"file": str(self.path), "project": self.project, "encoder": self.network}
+        facts["images"] = f"{side * patch}x{side * patch} pixels, a grid of {side}x{side}"
+        facts["parameters"] = f"{_millions(self.encoder)} of the encoder"
+        if self.model:
+            facts["parameters"] += f", {_millions(self.model.predictor)} of the predictor"
+            facts["predictor"] = self.model.describe()
+        counts = {"epoch": self.epoch, "step": self.step}
+        facts |= {name: str(value) for name, value in counts.items() if value is not None}
+        if self.config:
+            optim, seed, init = self.config.optim, self.config.seed, self.config.init
+            facts["trained"] = (
+                f"{optim.epochs} epochs planned, batch {optim.batch_size}, lr {optim.lr:g}, "
+                f"seed {seed}" + (f", initialised from {init}" if init else "")
+            )
+        facts["load_encoder"] = " or ".join(self.branches) or "its one encoder"
+        facts["load_model"] = "yes" if self.model else f"no: {self.no_model}"
+        return facts
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:13} {value}" for label, value in self.facts().items())
+
+
+def _millions(network: object) -> str:
+    return f"{sum(p.numel() for p in cast(nn.Module, network).parameters()) / 1e6:.2f} M"
+
+
+class Format:
+    """A weight format: `recognises` and `encoder` read it; `word`, `write` and `card` write it.
+
+    Whatever cannot be read or written in full is refused with a CheckpointError of one line.
+    """
+
+    name: ClassVar[str]  # as ``stopmim inspect`` prints it
+    word: ClassVar[str] = ""  # of ``export --to``; "" if it is only read
+    used_by: ClassVar[str] = ""  # completes "exported for" in the README.md of an export
+    library: ClassVar[str] = "stopmim"  # that loads an export, as the hub calls it
+    whole_model: ClassVar[bool] = False  # an export has all encoders and the predictor
+
+    def recognises(self, file: WeightFile) -> bool:
+        """Whether `file` has this format. The first of `load.FORMATS` that says so reads it."""
+        return False
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> Encoder:
+        """The encoder in evaluation mode: every key used, every parameter filled."""
+        raise NotImplementedError
+
+    def model(self, file: WeightFile) -> MaskedImageModel:
+        """Encoders and predictor in evaluation mode, likewise."""
+        raise CheckpointError(f"{file}: there is no predictor in it")
+
+    def contents(self, file: WeightFile) -> Contents:
+        """Everything known about `file`; an encoder without a usable predictor is enough."""
+        try:
+            model, no_model = self.model(file), ""
+            encoder: Encoder = model.branch()
+        except CheckpointError as error:
+            encoder, model = self.encoder(file, "target"), None
+            no_model = str(error).removeprefix(f"{file}: ")
+        branches = self.branches(file)
+        if model and model.target_encoder:
+            branches = ("target (EMA, the default)", "context")
+        project, network, epoch = self.project(file, encoder), self.network(encoder), file.epoch
+        return Contents(file.path, project, encoder, network, model, no_model, branches, epoch)
+
+    def project(self, file: WeightFile, encoder: Encoder) -> str:
+        """Whose file it is, if there is more to say than `name`."""
+        return self.name
+
+    def network(self, encoder: Encoder) -> str:
+        """The architecture in words."""
+        return vit.describe(encoder) if isinstance(encoder, VisionTransformer) else "not a ViT"
+
+    def branches(self, file: WeightFile) -> tuple[str, ...]:
+        """Names of the encoders in a file that has two, but no predictor."""
+        return ()
+
+    def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
+        """Writes `encoder` to `folder`, or all of `contents` if `whole_model`."""
+        raise NotImplementedError
+
+    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
+        """Python code that loads an export, and a note on it, for its README.md."""
+        raise NotImplementedError

@@ -1,0 +1,79 @@
+"""ONNX, written only: images (B, 3, S, S) to features (B, D) and tokens (B, N, D) for any B."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from stopmim.base.errors import CheckpointError, UserError
+from stopmim.base.random_keys import torch_generator
+from stopmim.method.encoder import VisionTransformer
+from stopmim.weights.format import Contents, Format
+
+AGREE = 1e-4  # difference allowed between the features of an ONNX file and ours
+OPSET = 18
+
+
+class Onnx(Format):
+    name = "ONNX"
+    word = "onnx"
+    used_by = "ONNX"
+
+    def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
+        """Writes model.onnx and compares its features with ours."""
+        try:
+            import onnxruntime
+            import onnxscript  # noqa: F401 - the exporter needs it
+        except ImportError as error:
+            raise UserError(f'export: {error}; pip install "stopmim[interop]"') from None
+        file, size = folder / "model.onnx", encoder.side * encoder.patch
+        generator = torch_generator("onnx")
+        images = [torch.randn(n, 3, size, size, generator=generator) for n in (2, 3)]
+        network = FeaturesAndTokens(encoder).eval()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about its own exporter
+            torch.onnx.export(
+                network,
+                (images[0],),
+                file,
+                input_names=["images"],
+                output_names=["features", "tokens"],
+                dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+                opset_version=OPSET,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+            session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+            for batch in images:
+                theirs = session.run(None, {"images": batch.numpy()})
+                for found, want in zip(theirs, network(batch), strict=True):
+                    worst = float((torch.from_numpy(found) - want).abs().max())
+                    if not worst <= AGREE * max(1.0, float(want.abs().max())):
+                        raise CheckpointError(f"{file}: its features are off by {worst:.1g}")
+
+    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
+        size, width = encoder.side * encoder.patch, encoder.width
+        code = """\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+features, tokens = session.run(None, {"images": images})"""
+        note = f"""\
+images are (B, 3, {size}, {size}) in float32 with any B, features (B, {width}), tokens
+(B, {encoder.side**2}, {width}). Checked with onnxruntime against stopmim when it was written."""
+        return code, note
+
+
+class FeaturesAndTokens(nn.Module):
+    """One vector per image, and all tokens."""
+
+    def __init__(self, encoder: VisionTransformer) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.encoder(images, all_tokens=True)
+        tokens = x[:, self.encoder.prefix :]
+        return (x[:, 0] if self.encoder.prefix else tokens.mean(dim=1)), tokens

@@ -1,0 +1,37 @@
+"""Our own run directories and checkpoints; runs/checkpoint.py defines and writes them."""
+
+from dataclasses import replace
+
+from stopmim.config.schema import Config
+from stopmim.method.encoder import VisionTransformer
+from stopmim.method.model import MaskedImageModel
+from stopmim.runs import checkpoint
+from stopmim.runs.run import Run, begun
+from stopmim.weights import vit
+from stopmim.weights.format import Contents, Format, WeightFile
+
+
+class OwnRun(Format):
+    name = "stopmim run"
+
+    def recognises(self, file: WeightFile) -> bool:
+        return file.path.is_dir()  # any other folder is refused by `checkpoint.load_model`
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
+        return self.model(file).branch(branch)
+
+    def model(self, file: WeightFile) -> MaskedImageModel:
+        return checkpoint.load_model(file.path)
+
+    def contents(self, file: WeightFile) -> Contents:
+        path, epoch = file.path, None
+        is_run = (path / "run.json").exists()
+        newest = Run(path).checkpoint if is_run else path  # once: a live run saves newer ones
+        found = super().contents(WeightFile(newest))
+        state = checkpoint.state(newest)
+        config = Config.model_validate(state["config"], strict=False)
+        if is_run:
+            epoch = state["step"] // (begun(path)["data"]["images"] // config.optim.batch_size)
+        project = self.name if is_run else "stopmim checkpoint"
+        about = {"config": config, "epoch": epoch, "step": state["step"]}
+        return replace(found, path=path, project=project, **about)

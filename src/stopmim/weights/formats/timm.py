@@ -1,0 +1,126 @@
+"""Models of timm, and the .safetensors files of ``export --to timm`` and ``--to safetensors``.
+
+Both exports are the same file, under timm's names; their README.md differs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stopmim.base.errors import CheckpointError, UserError
+from stopmim.base.random_keys import torch_generator
+from stopmim.base.sandbox import one_line
+from stopmim.method.encoder import EPS, VisionTransformer
+from stopmim.weights import vit
+from stopmim.weights.format import Contents, Format, WeightFile
+
+AGREE = 1e-4  # relative difference allowed between the features of a timm model and of ours
+
+
+class Safetensors(Format):
+    name = "stopmim export"
+    word = "safetensors"
+    used_by = "stopmim and plain PyTorch"
+
+    def recognises(self, file: WeightFile) -> bool:
+        return file.tag(vit.ENCODER_TAG) is not None
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
+        weights = vit.encoder_weights(file.tree, str(file))
+        return vit.read(weights, str(file), *file.heads_and_eps())
+
+    def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
+        write_safetensors(encoder, folder / "model.safetensors")
+
+    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
+        code = f"""\
+import stopmim
+
+encoder = stopmim.load_encoder("model.safetensors")
+features = encoder.features(images)  # (B, {encoder.width})"""
+        note = """\
+Without stopmim, `safetensors.torch.load_file` gives its state dict. Names are those of timm,
+I-JEPA, MAE and DINO; heads and epsilon are in the header."""
+        return code, note
+
+
+class Timm(Safetensors):
+    name = "timm"
+    word = "timm"
+    used_by = "timm"
+    library = "timm"
+
+    def recognises(self, file: WeightFile) -> bool:
+        return str(file).startswith("timm:")
+
+    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
+        """The model ``timm:NAME`` with its published weights, which timm downloads."""
+        try:
+            import timm
+        except (ImportError, RuntimeError) as error:
+            reason = f"timm cannot be imported ({one_line(error)})"
+            raise UserError(f'{file}: {reason}; pip install "stopmim[interop]"') from None
+        name = str(file).removeprefix("timm:")
+        try:
+            model = timm.create_model(name, pretrained=True, num_classes=0)
+        except Exception as error:  # unknown names, no network, no such weights: many types
+            raise CheckpointError(f"{file}: {one_line(error)}") from None
+        return from_timm(model, str(file))
+
+    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
+        code = f"{_create_model(encoder)}\nfeatures = model(images)  # (B, {encoder.width})"
+        note = """\
+The name is only a template: every number that matters is given. Do not load the file into
+`vit_base_patch16_gap_224`, which has 16 heads and takes it without an error."""
+        return code, note
+
+
+def write_safetensors(encoder: VisionTransformer, file: Path) -> None:
+    vit.save_tagged(vit.weights_of(encoder), file, {vit.ENCODER_TAG: vit.encoder_tag(encoder)})
+
+
+def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
+    """Our encoder with the weights of a plain ViT of timm; equal features prove that it is one.
+
+    Heads and the norm epsilon come from the model, since weights do not tell them: timm has a B/16
+    with 16 heads.
+    """
+    inner: Any = model
+    try:
+        heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
+    except (AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{source}: not a plain ViT: {one_line(error)}") from None
+    encoder = vit.read(vit.encoder_weights(inner.state_dict(), source), source, heads, eps)
+    edge, training = encoder.side * encoder.patch, model.training
+    image = torch.randn(1, 3, edge, edge, generator=torch_generator("timm"))
+    with torch.inference_mode():
+        theirs, ours = inner.eval().forward_features(image)[:, encoder.prefix :], encoder(image)
+    model.train(training)
+    if not (theirs - ours).norm() <= AGREE * theirs.norm():
+        raise CheckpointError(f"{source}: the same weights in a plain ViT give other features")
+    return encoder
+
+
+def _create_model(encoder: VisionTransformer) -> str:
+    """The exact call, with every number: timm has a B/16 without class token of 16 heads."""
+    options: dict[str, Any] = {
+        "checkpoint_path": "model.safetensors",
+        "num_classes": 0,
+        "img_size": encoder.side * encoder.patch,
+        "patch_size": encoder.patch,
+        "embed_dim": encoder.width,
+        "depth": len(encoder.blocks),
+        "num_heads": encoder.heads,
+        "mlp_ratio": vit.Shape.of(encoder).hidden / encoder.width,
+    }
+    if not encoder.prefix:  # without fc_norm=False the final norm would move behind the pooling
+        options |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    lines = [f"    {name}={value!r},".replace("'", '"') for name, value in options.items()]
+    imports = "import timm\n"
+    if encoder.norm.eps != EPS:
+        imports = "from functools import partial\n\nimport timm\nfrom torch import nn\n"
+        lines.append(f"    norm_layer=partial(nn.LayerNorm, eps={encoder.norm.eps!r}),")
+    call = "\n".join(lines)
+    return f'{imports}\nmodel = timm.create_model(\n    "vit_base_patch16_224",\n{call}\n).eval()'

@@ -1,0 +1,232 @@
+"""Plain ViTs in files, for all formats: names, shapes, positions, and the tags of `export`.
+
+MAE, DINO, iBOT, VISSL, timm, I-JEPA and StoP save one network under timm's names. They differ in
+how it is wrapped, in what lies beside it, and in what no shape tells: heads and the norm epsilon.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stopmim._version import __version__
+from stopmim.base.errors import CheckpointError
+from stopmim.base.sandbox import one_line
+from stopmim.config.architectures import SIZES
+from stopmim.method.build import from_tag
+from stopmim.method.encoder import EPS, VisionTransformer
+from stopmim.method.positions import sincos_2d
+from stopmim.method.predictor import Predictor
+from stopmim.runs.checkpoint import State as State
+from stopmim.runs.checkpoint import fill
+
+Branch = Literal["target", "context"]  # the EMA encoder (teacher), or the trained one (student)
+
+# Tags that `export` writes beside the weights: heads, epsilon, and the kind of predictor.
+ENCODER_TAG, PREDICTOR_TAG = "stopmim.encoder", "stopmim.predictor"
+
+CONTAINERS = ("model", "state_dict")  # MAE, timm's training script; iBOT's checkpoint_teacher.pth
+# DistributedDataParallel, then the multi-crop wrapper of DINO and iBOT, or a model around it.
+WRAPPERS = re.compile(r"^(module\.)?(backbone\.|encoder\.)?")
+# Decoders, heads and mask tokens are not part of the encoder.
+NOT_ENCODER = ("decoder_", "head.", "lm_head.", "mask_token", "masked_embed")
+
+ROUNDING = 0.01  # of a table of positions kept in half precision
+
+
+class Shape(NamedTuple):
+    """The sizes two encoders must share for weights of one to fit the other."""
+
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    class_token: bool
+
+    @classmethod
+    def of(cls, encoder: VisionTransformer) -> "Shape":
+        first: Any = encoder.blocks[0]
+        hidden, depth, heads = first.mlp.fc1.out_features, len(encoder.blocks), encoder.heads
+        return cls(encoder.patch, encoder.width, depth, heads, hidden, bool(encoder.prefix))
+
+    @property
+    def arch(self) -> str | None:
+        """Name of the architecture, if it is a standard size."""
+        own = (self.width, self.depth, self.heads, self.hidden)
+        for name, size in SIZES.items():
+            if own == (size.width, size.depth, size.heads, round(size.width * size.mlp_ratio)):
+                return f"vit_{name}{self.patch}"
+        return None
+
+    def __str__(self) -> str:
+        name = f"{self.arch}, " if self.arch else ""
+        token = "with" if self.class_token else "without"
+        return (
+            f"{name}patch {self.patch}, width {self.width}, depth {self.depth}, "
+            f"{self.heads} heads, MLP {self.hidden}, {token} class token"
+        )
+
+
+def describe(encoder: VisionTransformer) -> str:
+    """Architecture and positions in words."""
+    positions = "sine-cosine" if is_sincos(encoder.pos_embed) else "learned"
+    eps = f", norm eps {encoder.norm.eps:g}" if encoder.norm.eps != EPS else ""
+    return f"{Shape.of(encoder)}, {positions} positions{eps}"
+
+
+# ------------------------------------------------------------------------------ keys
+
+
+def unwrapped(tree: Any) -> Any:
+    """The state dict in `tree`, below the containers of a training script."""
+    for name in CONTAINERS:
+        if isinstance(tree, Mapping) and isinstance(tree.get(name), Mapping):
+            tree = tree[name]
+    return tree
+
+
+def has_key(tree: Any, part: str) -> bool:
+    return isinstance(tree, Mapping) and any(part in str(key) for key in tree)
+
+
+def first_keys(tree: Any) -> str:
+    """The first keys of `tree`, for a message."""
+    keys = list(tree)[:8] if isinstance(tree, Mapping) else []
+    return ", ".join(str(key)[:60] for key in keys) or "none"
+
+
+def tensors(part: Mapping[str, Any], source: str) -> State:
+    """`part`, proved to hold nothing but tensors."""
+    for key, value in part.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{source}: {key} is no tensor but {type(value).__name__}")
+    return dict(part)
+
+
+def encoder_weights(tree: Any, source: str) -> State:
+    """The encoder in `tree` under timm's names, without wrappers and heads."""
+    weights: dict[str, Any] = {}
+    for name, value in unwrapped(tree).items():
+        key = WRAPPERS.sub("", str(name))
+        if key.startswith(NOT_ENCODER):
+            continue
+        if key in weights:
+            raise CheckpointError(f"{source}: {key} is in it twice, as {name} and without a prefix")
+        weights[key] = value
+    return tensors(weights, source)
+
+
+def block_count(weights: Mapping[str, Any], prefix: str) -> int:
+    blocks = {key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)}
+    return len(blocks)
+
+
+def encoder_tag(encoder: VisionTransformer) -> dict[str, int | float]:
+    """The `ENCODER_TAG` of an export; read by `WeightFile.heads_and_eps`."""
+    return {"heads": encoder.heads, "eps": encoder.norm.eps}
+
+
+def save_tagged(weights: State, file: Path, tags: Mapping[str, Any]) -> None:
+    """Writes a .safetensors file with `tags` in its header."""
+    words = {name: json.dumps(tag) for name, tag in tags.items()}
+    save_file(weights, file, {"format": "pt", "stopmim.version": __version__} | words)
+
+
+def weights_of(module: nn.Module) -> State:
+    """The state dict of `module` as files store it: on the CPU and contiguous."""
+    return {key: value.detach().cpu().contiguous() for key, value in module.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------ networks
+
+
+def read(
+    weights: State, source: str, heads: int | None, eps: float = EPS, *, fixed: bool = False
+) -> VisionTransformer:
+    """The encoder with `weights`, in evaluation mode; `fixed` asks for sine-cosine positions."""
+    encoder = encoder_like(weights, source, heads, class_token="cls_token" in weights)
+    fill(encoder, weights, source)
+    check_positions(encoder.pos_embed, source, fixed=fixed)
+    set_eps(encoder, eps)
+    return encoder.eval()
+
+
+def encoder_like(
+    weights: State, source: str, heads: int | None, *, class_token: bool = False
+) -> VisionTransformer:
+    """An encoder of the architecture that the shapes of `weights` tell, without memory."""
+    try:
+        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+        patches = weights["pos_embed"].shape[1] - class_token
+        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        if (side := math.isqrt(patches)) ** 2 != patches:
+            raise ValueError(f"its {patches} positions do not form a square")
+        if not min(width, patch, side, hidden):
+            raise ValueError("an empty tensor")
+        if heads is None:
+            heads = {size.width: size.heads for size in SIZES.values()}.get(width)
+        if heads is None:
+            raise CheckpointError(f"{source}: width {width} is no standard size; say heads=...")
+        if heads < 1:
+            raise CheckpointError(f"{source}: heads must be at least 1, got {heads}")
+        depth, ratio = block_count(weights, "blocks."), hidden / width
+        with torch.device("meta"):  # without memory until it is known to fit: see `fill`
+            return VisionTransformer(side * patch, patch, width, depth, heads, ratio, class_token)
+    except (KeyError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{source}: not a plain ViT: {error}") from None
+
+
+def predictor_like(
+    weights: State, encoder: VisionTransformer, source: str, tag: Any, outputs: int | None = None
+) -> Predictor:
+    """A predictor with the shapes of `weights` and of the kind `tag` names, without memory."""
+    try:
+        width = weights["predictor_embed.weight"].shape[0]
+        if not width or int(tag["heads"]) < 1:
+            raise ValueError(f"width {width}, {tag['heads']} heads")
+        with torch.device("meta"):
+            depth = block_count(weights, "predictor_blocks.")
+            return from_tag(tag, encoder, width, depth, outputs)
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+        raise CheckpointError(f"{source}: not a known predictor: {one_line(error)}") from None
+
+
+def set_eps(encoder: VisionTransformer, eps: float) -> None:
+    for module in encoder.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = eps
+
+
+# ------------------------------------------------------------------------------ positions
+
+
+def is_sincos(table: Tensor) -> bool:
+    """Whether `table` (1, N or 1 + N, P) is the fixed one of MAE, I-JEPA and StoP."""
+    side, width = math.isqrt(table.shape[1]), table.shape[2]
+    return width % 4 == 0 and _close(table, sincos_2d(side, width))
+
+
+def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
+    """Refuses a table with rows and columns swapped and, if `fixed`, any but the sine-cosine one.
+
+    MAE, I-JEPA and StoP never train theirs; Hugging Face and timm do when they fine-tune.
+    """
+    side, width = math.isqrt(table.shape[1]), table.shape[2]
+    if width % 4 or is_sincos(table):  # other widths have no such table
+        return
+    by_column = sincos_2d(side, width).view(side, side, width).transpose(0, 1).flatten(0, 1)
+    swapped = _close(table, by_column)
+    if swapped or fixed:
+        what = "have rows and columns swapped" if swapped else "are not its project's fixed table"
+        raise CheckpointError(f"{source}: its positions {what} (sine-cosine of {side}x{side})")
+
+
+def _close(table: Tensor, other: Tensor) -> bool:
+    return torch.allclose(table[0, -len(other) :].float(), other, atol=ROUNDING, rtol=0)
