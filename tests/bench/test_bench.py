@@ -73,7 +73,8 @@ def test_published_masks_are_of_published_architectures() -> None:
 def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
     text = bench_step("tiny_cpu", QUICK, rounds=1, twin=False)
     line = json.loads(text)
-    assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=0.01)
+    rounding = 0.001 / line["matmul_tflops"] + 0.001  # three digits each: much on a busy machine
+    assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=rounding)
     assert line["tflops"] * 1e12 == pytest.approx(
         line["gflop_per_image"] * 1e9 * line["images_per_s"], rel=0.05, abs=6e8
     )
