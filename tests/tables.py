@@ -20,13 +20,12 @@ import torch
 import results
 from stopmim.bench.growth import draw_growth
 from stopmim.bench.step import BATCH
-from stopmim.config.presets import PRESETS
+from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config, Section
 from stopmim.method.build import build, configure
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-IMAGES = 1_281_167  # of ImageNet-1k
 NEAREST = {"vit_h16": "vit_h14"}  # measured in place of what is not
 
 # ------------------------------------------------------------------------------ every key
@@ -180,7 +179,7 @@ def bytes_per_feature(near: Cost) -> float:
 def hours(preset: str) -> float:
     """Of one GPU, for the epochs of a preset on ImageNet."""
     config = PRESETS[preset]()
-    images = IMAGES // config.optim.batch_size * config.optim.batch_size
+    images = IMAGENET // config.optim.batch_size * config.optim.batch_size
     return config.optim.epochs * images / cost(config.arch).rate / 3600
 
 

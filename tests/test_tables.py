@@ -120,13 +120,18 @@ def test_memory_by_features_carries_over_from_one_size_to_the_next() -> None:
     assert small == pytest.approx(large, rel=0.05)
 
 
-def test_the_hours_in_the_docstrings_of_presets_are_those_of_the_benchmarks() -> None:
-    found = 0
-    for name, preset in PRESETS.items():
-        if said := re.search(r"Cost: (?:about |more than )?(\d+) hours", preset.__doc__ or ""):
-            assert float(said[1]) == pytest.approx(tables.hours(name), rel=0.03), name
-            found += 1
-    assert found == 16
+def test_hours_and_memory_of_presets_are_those_of_the_benchmarks() -> None:
+    hours = {name: p.cost.hours for name, p in PRESETS.items() if p.cost.hours is not None}
+    assert len(hours) == 16
+    for name, said in hours.items():
+        assert said == pytest.approx(tables.hours(name), rel=0.03), name
+    memory = {name: p for name, p in PRESETS.items() if p.needs.memory_gib and p.cost.hours}
+    assert len(memory) == 8
+    for name, preset in memory.items():
+        lines = tables.measured(f"step_{preset.config.arch}_nvidia-h200")
+        (one, *_) = (line for line in lines if line.get("positions") == preset.config.positions.kind)
+        assert preset.needs.batch == one["batch_size"]
+        assert preset.needs.memory_gib == round(one["peak_memory_mib"] / 1024, 1), name
 
 
 # ------------------------------------------------------------------------------ what was found

@@ -191,8 +191,12 @@ def test_any_value_of_any_key_is_accepted_or_named(key: str, value: Any) -> None
 def test_every_preset_is_valid_documented_and_survives_a_round_trip(name: str) -> None:
     config = configure(name)
     assert from_yaml(describe(config), "round trip") == config
-    doc = PRESETS[name].__doc__ or ""
-    assert f"--preset {name} --out" in doc
+    preset = PRESETS[name]
+    assert preset.name == name
+    assert preset.about.endswith(".")
+    assert f"--preset {name} --out" in preset.command
+    is_measured = preset.cost.hours is not None or preset.cost.minutes is not None
+    assert is_measured != ("not measured" in preset.cost.text)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def describe(planned: Plan, jobs: int | None = None) -> str:
     if rates := sorted(outcome.updates / outcome.seconds for outcome in started):
         seconds = left / rates[len(rates) // 2] / min(side, max(1, len(trials) - len(known)))
         lines.append(f"about {duration(seconds)}, by the runs in {planned.out}")
-    elif cost := re.search(r"Cost: (.*?)\.\s", (PRESETS.get(planned.preset) or str).__doc__ or ""):
-        lines.append(f"one run of {planned.preset} takes {cost[1]}, on the data it was made for")
+    elif (preset := PRESETS.get(planned.preset)) and (preset.cost.hours or preset.cost.minutes):
+        text = f"one run of {preset.name} takes {preset.cost.text}, on the data it was made for"
+        lines.append(text)
     return "\n".join(lines)

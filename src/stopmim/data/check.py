@@ -1,7 +1,6 @@
 """Reads every image of a data set before hours are spent on training, and reports problems."""
 
 import hashlib
-import re
 import statistics
 import textwrap
 import time
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 
 from stopmim.base.console import Ticker, duration
 from stopmim.base.errors import DataError, UserError
-from stopmim.config.presets import PRESETS
+from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.images import Images
@@ -31,10 +30,7 @@ SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
 CHUNK = 32  # images per answer of a worker
-IMAGENET = 1_281_167  # images that the costs of the presets are for
 FEW_UPDATES = 1000  # runs of docs/results.md this short had not learned what k-NN can use
-
-_COST = re.compile(r"Cost: (?:about |more than )?(\d+) hours")
 
 Row = tuple[str, str]  # left and right column of the report
 
@@ -176,10 +172,10 @@ class Report:
         if optim.epochs * steps < FEW_UPDATES:
             enough = -(-2 * FEW_UPDATES // steps)
             return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
-        cost = _COST.search(getattr(PRESETS.get(self.preset), "__doc__", None) or "")
-        if not cost:
+        known = PRESETS.get(self.preset)
+        if known is None or known.cost.hours is None:
             return text
-        hours = int(cost[1]) * self.images / IMAGENET
+        hours = known.cost.hours * self.images / IMAGENET
         return f"{text}; about {hours:.1f} hours of one H200"
 
 
