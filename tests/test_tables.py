@@ -13,7 +13,8 @@ from stopmim.ablations.record import as_text
 from stopmim.ablations.table import read_table
 from stopmim.cli import main
 from stopmim.config.presets import PRESETS
-from stopmim.config.schema import Config, flatten, parse_yaml
+from stopmim.config.schema import Config, flatten
+from stopmim.config.yaml_text import parse_yaml
 from stopmim.method.build import configure
 
 CONFIGURE = (tables.DOCS / "configure.md").read_text()
@@ -129,7 +130,9 @@ def test_hours_and_memory_of_presets_are_those_of_the_benchmarks() -> None:
     assert len(memory) == 8
     for name, preset in memory.items():
         lines = tables.measured(f"step_{preset.config.arch}_nvidia-h200")
-        (one, *_) = (line for line in lines if line.get("positions") == preset.config.positions.kind)
+        (one, *_) = (
+            line for line in lines if line.get("positions") == preset.config.positions.kind
+        )
         assert preset.needs.batch == one["batch_size"]
         assert preset.needs.memory_gib == round(one["peak_memory_mib"] / 1024, 1), name
 

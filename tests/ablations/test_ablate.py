@@ -30,7 +30,8 @@ from stopmim.ablations.table import printed
 from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
 from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
-from stopmim.config.schema import Config, to_yaml
+from stopmim.config.schema import Config
+from stopmim.config.yaml_text import to_yaml
 from stopmim.data.check import check
 from stopmim.evals.statistics import over_seeds, paired, t_quantile
 from stopmim.method.build import configure

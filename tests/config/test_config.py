@@ -17,10 +17,9 @@ from stopmim.config.schema import (
     flatten,
     from_yaml,
     override,
-    parse_yaml,
     resolve,
-    to_yaml,
 )
+from stopmim.config.yaml_text import parse_yaml, to_yaml
 from stopmim.method.build import configure, describe
 
 SOURCE = Path(__file__).parents[2] / "src" / "stopmim"
@@ -68,7 +67,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_key(key: str, value: Any) -
         ({"predictor.width": 10}, "predictor.width: input should be a multiple of 4"),
         ({"runtime.accumulate": 3}, "3 parts do not divide the batch of 2048"),
         ({"runtime.keep": 1}, "runtime.keep: input should be greater than or equal to 2"),
-        ({"data.crop_scale": [1.0, 0.3]}, "data: crop_scale must be 0 < smallest <= largest"),
+        ({"data.crop_scale": [1.0, 0.3]}, "data.crop_scale: must be 0 < smallest <= largest"),
         ({"masking.target_scale": [0.0, 0.2]}, "masking.target_scale.0: input should be greater"),
         ({"masking.ratio": 0.5}, "masking: ratio has no effect with kind: multiblock"),
         ({"positions": {"kind": "sincos", "sigma": 0.1}}, "sigma has no effect with kind: sincos"),

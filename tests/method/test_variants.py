@@ -449,10 +449,10 @@ def test_noise_to_signal_is_the_power_that_the_draws_have(name: str) -> None:
         ({"positions.covariance": "conditioned", "positions.tokens": "both"}, "masked tokens"),
         ({"positions.kind": "jitter", "positions.base": "learned"}, "base has no effect"),
         ({"positions.kind": "jitter", "positions.covariance": "fixed"}, "covariance has no effect"),
-        ({"lowres": "max"}, "lowres: is for certain places, got positions.kind stochastic"),
+        ({"lowres": "max"}, "lowres: needs positions.kind: sincos, got stochastic"),
         (
             {"lowres": "max", "positions.kind": "sincos", "masking.kind": "random"},
-            "lowres: needs rectangles",
+            "lowres: needs masking.kind: multiblock, got random",
         ),
         (
             {"lowres": "max", "positions.kind": "sincos", "masking.target_scale": [0.02, 0.05]},

@@ -18,7 +18,7 @@ from stopmim.ablations.table import (
     Table,
     read_table,
 )
-from stopmim.base.errors import UserError, meant
+from stopmim.base.errors import UserError, did_you_mean
 from stopmim.config import schema
 from stopmim.config.schema import Config, PositionsConfig
 
@@ -29,7 +29,7 @@ def find_table(name: str) -> Table:
     if file.suffix not in (".yaml", ".yml"):
         if name not in TABLES:
             raise UserError(
-                f"ablate {name}: no such table; {meant(name, TABLES)}there are "
+                f"ablate {name}: no such table; {did_you_mean(name, TABLES)}there are "
                 f"{', '.join(TABLES)}, and tables of your own, as mine.yaml"
             )
         return TABLES[name]

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stopmim.base.errors import UserError, meant
+from stopmim.base.errors import UserError, did_you_mean
 from stopmim.config.architectures import parse_arch
-from stopmim.config.schema import Config, parse_yaml
+from stopmim.config.schema import Config
+from stopmim.config.yaml_text import parse_yaml
 
 Changes = dict[str, Any]
 PresetChanges = Callable[[Config], Changes]
@@ -70,7 +71,7 @@ class Table:
         """Rows called `names`, in the order of the table; all rows if `names` is empty."""
         known = [row.name for row in self.rows]
         if unknown := [name for name in names if name not in known]:
-            near = meant(unknown[0], known)
+            near = did_you_mean(unknown[0], known)
             raise UserError(f"--rows {unknown[0]}: no such row; {near}there are {', '.join(known)}")
         return tuple(row for row in self.rows if not names or row.name in names)
 

@@ -8,10 +8,10 @@ import difflib
 from collections.abc import Iterable
 
 
-def meant(word: str, names: Iterable[str]) -> str:
-    """What to say, within a message, of the one of `names` that is most like `word`, if any is."""
+def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
+    """Did-you-mean hint for the closest of `names`, to go before the rest of a message, or ""."""
     near = difflib.get_close_matches(word, list(names), 1)
-    return f'did you mean "{near[0]}"?; ' if near else ""
+    return f'did you mean "{prefix}{near[0]}"?; ' if near else ""
 
 
 class UserError(Exception):

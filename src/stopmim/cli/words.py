@@ -3,8 +3,9 @@
 import re
 from typing import Any, get_origin
 
-from stopmim.base.errors import UserError, meant
-from stopmim.config.schema import Config, Section, flatten, kind_of, parse_yaml, takes_text
+from stopmim.base.errors import UserError, did_you_mean
+from stopmim.config.schema import Config, Section, flatten, takes_text, type_of
+from stopmim.config.yaml_text import parse_yaml
 
 TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # --optim.lr 1e-3 and the like
 REWORDED = {  # what tyro says of a value, in our words
@@ -58,7 +59,7 @@ def _no_such_command(words: list[str], names: list[str]) -> str:
     if word in names:
         return ""
     given = f'no command "{word}"' if word else "a command is missing"
-    return ": ".join([*above, f"{given}; {meant(word, names)}there are {', '.join(names)}"])
+    return ": ".join([*above, f"{given}; {did_you_mean(word, names)}there are {', '.join(names)}"])
 
 
 def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -94,7 +95,7 @@ def _is_value(key: str) -> bool:
 
 def _arity(key: str) -> int:
     """How many words a config key takes: two for a pair, as ``--optim.ema 0.996 1``."""
-    return 2 if get_origin(kind_of(key)) is tuple else 1
+    return 2 if get_origin(type_of(key)) is tuple else 1
 
 
 def printable(text: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any, assert_never
 
 import torch
 
-from stopmim.base.errors import UserError, meant
+from stopmim.base.errors import UserError, did_you_mean
 from stopmim.base.random_keys import seed_of
 from stopmim.config.architectures import parse_arch
 from stopmim.config.presets import PRESETS
-from stopmim.config.schema import Config, from_yaml, override, resolve, to_yaml
+from stopmim.config.schema import Config, from_yaml, override, resolve
+from stopmim.config.yaml_text import to_yaml
 from stopmim.method.encoder import INITIALISERS, VisionTransformer
 from stopmim.method.masks import (
     Masks,
@@ -57,7 +58,7 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
 def _no_such(preset: str) -> str:
     if preset.endswith((".yaml", ".yml")):
         return f"{preset}: no such file; `stopmim presets` lists the names that need none"
-    near = meant(preset, PRESETS)
+    near = did_you_mean(preset, PRESETS)
     return f"{preset}: no such preset or file; {near}presets are {', '.join(PRESETS)}"
 
 

@@ -1,0 +1,104 @@
+"""Configs as text: YAML without its traps, and validation errors in one line each."""
+
+import json
+import re
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from stopmim.base.errors import UserError, did_you_mean
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Plain values from YAML; a UserError names `source` and the line."""
+    if len(text) > 1_000_000:
+        raise UserError(f"{source}: larger than 1 MB, too large for a config")
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}: line {mark.line + 1}" if mark else source
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{where}: {what}") from None
+    except RecursionError:
+        raise UserError(f"{source}: nested too deeply") from None
+
+
+def to_yaml(section: BaseModel, indent: str = "") -> str:
+    """`section` as YAML that `from_yaml` reads back, every key with its meaning as a comment."""
+    lines = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            about = vars(type(value)).get("__doc__")
+            lines.append(f"{indent}{name}:{_comment(about)}\n{to_yaml(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}{_comment(field.description)}\n")
+    return "".join(lines)
+
+
+def _comment(text: str | None) -> str:
+    return f"  # {text}" if text else ""
+
+
+def validate(model: type[Model], tree: object, source: str) -> Model:
+    """A `model` from plain values, or a UserError with one line per mistake."""
+    try:
+        # Through JSON, because strict mode takes a list for a tuple only from there.
+        return model.model_validate_json(json.dumps(tree, default=repr))
+    except ValidationError as error:
+        mistakes = [f"{source}: {_explain(model, mistake)}" for mistake in error.errors()]
+        raise UserError("\n".join(mistakes)) from None
+
+
+def _explain(model: type[BaseModel], mistake: Any) -> str:
+    *sections, name = map(str, mistake["loc"]) if mistake["loc"] else ("config",)
+    prefix = "".join(f"{section}." for section in sections)
+    key = f"{prefix}{name}"
+    match mistake["type"]:
+        case "extra_forbidden":
+            node: Any = model
+            for section in sections:
+                node = node.model_fields[section].annotation
+            near = did_you_mean(name, node.model_fields, prefix).removesuffix("; ")
+            return f"{key}: unknown key; {near or 'there are ' + ', '.join(node.model_fields)}"
+        case "value_error":
+            said = str(mistake["ctx"]["error"])
+            return said if key == "config" else f"{key}: {said}"
+        case _:
+            said = mistake["msg"][0].lower() + mistake["msg"][1:]
+            return f"{key}: {said}, got {mistake['input']!r}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with ``1e-4`` as a number and ``no`` as a word, without aliases and duplicate keys."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - emptied, then filled below
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases are not supported", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
+                problem = f"duplicate key {key.value!r}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"null|~|", ["n", "~", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"[-+]?(0|[1-9]\d*)", [*"-+0123456789"]),
+    ("float", r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", [*"-+.0123456789"]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first
+    )
