@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 import stopmim
 from stopmim import pretrain
-from stopmim.cli.commands import main, parse
+from stopmim.cli.run import main, parse
 from stopmim.data.sources.open import open_images
 from test_house import FOLDERS
 from tiny import tiny, write_folder

@@ -1,6 +1,9 @@
 """The command line as a person meets it: one line per mistake, and the right exit code."""
 
+import ast
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +15,10 @@ import numpy as np
 import pytest
 from rich.progress import TextColumn
 
+import stopmim
 from stopmim.base.console import Ticker, say
 from stopmim.cli import main
-from stopmim.cli.words import split_changes
+from stopmim.cli.config_keys import split_changes
 from stopmim.config.presets import PRESETS
 from tiny import write_folder
 
@@ -25,6 +29,8 @@ TINY = [
     *("--optim.warmup-epochs", "1", "--runtime.threads", "1", "--runtime.workers", "0"),
     *("--runtime.log-every", "1", "--runtime.device", "cpu"),
 ]
+COMMANDS = ["", "demo", "pretrain", "ablate", "check", "eval", "doctor", "analyse", "report"]
+COMMANDS += ["features", "inspect", "export", "bench", "presets"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ TINY = [
         (
             "features x",
             2,
-            "features: missing --encoder FILE (anything that `stopmim inspect` knows",
+            "features: missing --encoder FILE (anything that `stopmim inspect` recognises",
         ),
         ("features x", 2, "), --out FILE (.npz or .parquet); see stopmim features --help"),
         ("check x --limit two", 2, "error: --limit: expected a whole number, got 'two'; see"),
@@ -105,8 +111,9 @@ TINY = [
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
+        ("presets tiny_cpuu", 2, 'no such preset; did you mean "tiny_cpu"?; presets are tiny_cpu'),
         ("bench speed", 2, "invalid choice 'speed'"),
-        ("bench masks --rounds 0", 2, "--rounds 0: at least one"),
+        ("bench masks --rounds 0", 2, "--rounds 0: expected 1 or more"),
         ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),
         ("bench loader --optim.batch_size 4", 2, "bench loader: --optim.batch_size has no effect"),
         ("bench probe --rounds 3", 2, "bench probe: --rounds has no effect"),
@@ -246,6 +253,61 @@ def test_help_and_version_do_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_preset_is_listed_with_network_pixels_and_cost_in_80_columns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    named = [line.split()[0] for line in lines[1:-2:2]]
+    assert named == [*PRESETS]
+    assert named[:3] == ["tiny_cpu", "small_images", "continue_b16"]  # newcomers first
+    assert lines[1].split() == ["tiny_cpu", "ViT-Micro/6", "48", "4", "min"]
+    for line, about in zip(lines[1:-2:2], lines[2:-2:2], strict=True):
+        assert re.search(r"ViT-\w+/\d+ +\d+(-\d+)?  ((> )?[\d.]+ (min|h)|not measured)$", line)
+        assert about.strip() in {preset.about for preset in PRESETS.values()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_its_cost_its_command_and_what_to_expect(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = PRESETS[name]
+    assert preset.about
+    assert preset.config is preset()
+    assert "not measured" in preset.cost.text or preset.cost.hours or preset.cost.minutes
+    assert main(["presets", name]) == 0
+    *lines, command = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert command.endswith(preset.command)
+    text = " ".join(" ".join(lines).split())
+    for said in (preset.about, preset.cost.text, preset.expects, preset.notes):
+        assert said in text
+    words = shlex.split(preset.command)[1:]
+    assert main([*words[:2], "--dry-run", *words[2:]]) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_text_fits_into_80_columns_and_breaks_where_it_has_to(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"] if command else ["--help"]) == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    assert usage.startswith("usage: ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_text_of_an_option_is_one_line_since_tyro_keeps_the_breaks_of_longer_ones() -> None:
+    files = (Path(stopmim.__file__).parent / "cli").glob("*.py")
+    for path in (path for path in files if path.name != "evaluate.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                texts = [item for item in node.body[1:] if isinstance(item, ast.Expr)]
+                for text in texts:
+                    assert text.lineno == text.end_lineno, f"{path.name}:{text.lineno}"
 
 
 def test_no_help_says_that_the_default_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:

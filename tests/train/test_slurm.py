@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stopmim.cli.commands import main, parse
-from stopmim.cli.words import split_changes
+from stopmim.cli.config_keys import split_changes
+from stopmim.cli.run import main, parse
 
 WORDS = ["pretrain", "my images", "--preset", "tiny_cpu", "--optim.ema", "0.9", "1"]
 

@@ -21,6 +21,7 @@ from stopmim.ablations.table import (
 from stopmim.base.errors import UserError, did_you_mean
 from stopmim.config import schema
 from stopmim.config.schema import Config, PositionsConfig
+from stopmim.config.yaml_text import parse_yaml
 
 
 def find_table(name: str) -> Table:
@@ -128,7 +129,7 @@ def main_table(name: str, about: str, source: str, asks: Asks) -> Table:
     return Table(about, source, trained, asks=asks, published=published)
 
 
-PUBLISHED = schema.parse_yaml(
+PUBLISHED = parse_yaml(
     Path(__file__).with_name("published.yaml").read_text(encoding="ascii"), "published.yaml"
 )
 SIGMAS = (0.0625, 0.1, 0.2, 0.25, 0.3, 0.5, 1.0)

@@ -1,5 +1,6 @@
 """What a person sees of something long: one live line in a terminal, plain lines elsewhere."""
 
+import os
 import time
 from types import TracebackType
 from typing import Self
@@ -63,6 +64,11 @@ class Ticker:
             self.last_line = now
             left = (now - self.begin) * (self.total - done) / max(1, done - self.first)
             say(f"{self.what} {done}/{self.total}  {numbers}  {duration(left)} left")
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all that torchrun or SLURM started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:

@@ -1,5 +1,5 @@
-"""The command line: one file per group of commands."""
+"""The command line: one file per group of commands, run.py for the way in."""
 
-from stopmim.cli.commands import main
+from stopmim.cli.run import main
 
 __all__ = ["main"]

@@ -34,3 +34,9 @@ def parse_arch(name: str) -> tuple[Size, int]:
             f"unknown arch {name!r}: expected vit_<size><patch>, size one of {', '.join(SIZES)}"
         )
     return SIZES[found[1]], int(found[2])
+
+
+def printed(arch: str) -> str:
+    """An architecture as papers print it: vit_b16 is ViT-B/16."""
+    _, patch = parse_arch(arch)
+    return f"ViT-{arch.removeprefix('vit_').removesuffix(str(patch)).capitalize()}/{patch}"

@@ -19,7 +19,8 @@ from markupsafe import Markup
 from stopmim._version import __version__
 from stopmim.base.errors import UserError
 from stopmim.base.files import write_whole
-from stopmim.config.schema import Config, flatten, resolve, to_yaml
+from stopmim.config.schema import Config, flatten, resolve
+from stopmim.config.yaml_text import to_yaml
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.health.doctor import Diagnosis, diagnose

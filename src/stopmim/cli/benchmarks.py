@@ -1,0 +1,85 @@
+"""``stopmim bench``."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional
+
+from stopmim.base.errors import UserError
+from stopmim.cli.options import Changes, choices, option
+
+PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed; prints one JSON line per figure."""
+
+    what: Annotated[
+        Positional[Literal["step", "masks", "growth", "loader", "index", "probe"]],
+        choices(
+            step="forward, backward and update",
+            masks="drawing masks",
+            growth="step time against batch, masks, depth and resolution",
+            loader="reading images, against the usual pipeline",
+            index="listing images",
+            probe="linear classifiers",
+        ),
+    ]
+    preset: Annotated[str | None, option("NAME|FILE")] = None
+    """step, masks; default: vit_b16_stop on a GPU, tiny_cpu on a CPU, batch of one GPU"""
+    masks: Literal["own", "published"] = "own"
+    """step: likeliest mask shapes of the config, or mean token counts of released masks"""
+    paper: bool = False
+    """probe: the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
+    twin: bool = True
+    """step: also time the sine-cosine twin of a StoP preset and print the ratios"""
+    profile: bool = False
+    """step: show where the time goes, kernel by kernel"""
+    rounds: int = 10
+    """number of measurements"""
+    out: Annotated[Path | None, option("FOLDER")] = None
+    """folder for a dated Markdown file; figures of the same day are appended"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        from stopmim.bench import step
+
+        if self.rounds < 1:
+            raise UserError(f"--rounds {self.rounds}: expected 1 or more")
+        if self.out is not None:
+            step.check_folder(self.out)
+        match self.what:
+            case "step":
+                names = ("preset", "changes", "masks", "twin", "profile", "rounds")
+                print(step.bench_step(**self._only(*names)))
+            case "masks":
+                print(step.bench_masks(**self._only("preset", "changes", "rounds")))
+            case "growth":
+                from stopmim.bench.growth import bench_growth
+
+                print(bench_growth(**self._only("changes", "rounds")))
+            case "loader":
+                from stopmim.bench.loader import bench_loader
+
+                print(bench_loader(**self._only("rounds")))
+            case "index":
+                from stopmim.bench.loader import bench_index
+
+                print(bench_index(**self._only("rounds")))
+            case "probe":
+                from stopmim.bench.probe import bench_probe
+
+                size = PAPER if self._only("paper")["paper"] else ()
+                print(bench_probe(*size, out=self.out))
+
+    def _only(self, *names: str) -> dict[str, Any]:
+        """The options `names` and --out; raises UserError if another one was given."""
+        for other in fields(self):
+            value = getattr(self, other.name)
+            usual = {} if other.name == "changes" else other.default
+            if other.name not in ("what", "out", *names) and value != usual:
+                key = next(iter(value)) if other.name == "changes" else other.name
+                raise UserError(f"bench {self.what}: --{key} has no effect")
+        return {name: getattr(self, name) for name in (*names, "out")}

@@ -1,0 +1,108 @@
+"""``stopmim``: parses the command line, calls the command, turns errors into exit codes.
+
+A command parses its options, calls one library function and prints the answer. torch is imported
+inside the commands that need it, so that ``--help`` and typos answer at once.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+
+from stopmim._version import __version__
+from stopmim.base.console import is_first_rank
+from stopmim.base.errors import UserError
+from stopmim.cli.benchmarks import Bench
+from stopmim.cli.config_keys import split_changes
+from stopmim.cli.data import Check
+from stopmim.cli.evaluate import Eval
+from stopmim.cli.insight import Analyse, Doctor, Report
+from stopmim.cli.presets import Presets
+from stopmim.cli.training import Ablate, Demo, Pretrain
+from stopmim.cli.weights import Export, Features, Inspect
+from stopmim.cli.wrong_input import one_line, printable
+
+GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
+
+Command = (
+    Annotated[Demo, subcommand("demo")]
+    | Annotated[Pretrain, subcommand("pretrain")]
+    | Annotated[Ablate, subcommand("ablate")]
+    | Annotated[Check, subcommand("check")]
+    | Annotated[Eval, subcommand("eval")]
+    | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Analyse, subcommand("analyse")]
+    | Annotated[Report, subcommand("report")]
+    | Annotated[Features, subcommand("features")]
+    | Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Export, subcommand("export")]
+    | Annotated[Bench, subcommand("bench")]
+    | Annotated[Presets, subcommand("presets")]
+)
+# `eval linear --data`, not `eval protocol:linear --protocol.data`.
+FLAT = (OmitArgPrefixes, OmitSubcommandPrefixes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: see base/errors.py."""
+    # Before torch is imported: a lost rank is one line of ours, without a C++ stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words  # tracebacks instead of one line
+    try:
+        command = parse([word for word in words if word != "--debug"])
+        return (command() or 0) if command is not None else 0
+    except UserError as error:
+        if debug:
+            raise
+        for line in str(error).splitlines():
+            print(f"stopmim: error: {printable(line)}", file=sys.stderr)
+        if not str(error):
+            _exit_last(error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `stopmim ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        text = printable(f"{type(error).__name__}: {error}")
+        print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
+        return 1
+
+
+def parse(words: list[str]) -> Callable[[], int | None] | None:
+    """The command for `words`, or None if they asked for help and got it."""
+    if words == ["--version"]:
+        print(f"stopmim {__version__}")
+        return None
+    # eval has its own --data and --seed.
+    words, changes = (words, {}) if words[:1] == ["eval"] else split_changes(words)
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            command: Any = tyro.cli(Command, prog="stopmim", args=words, config=FLAT)
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+        raise UserError(one_line(stderr.getvalue(), words) if is_first_rank() else "") from None
+    if changes and not hasattr(command, "changes"):
+        raise UserError(f"{words[0]}: takes no config key, got --{next(iter(changes))}")
+    if changes:
+        command.changes.update(changes)
+    return command
+
+
+def _exit_last(code: int) -> None:
+    """Waits for the failed rank to report: launchers kill all ranks when the first one exits."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(GRACE)

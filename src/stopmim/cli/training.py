@@ -1,0 +1,131 @@
+"""``stopmim demo``, ``pretrain`` and ``ablate``."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from stopmim.base.console import is_first_rank
+from stopmim.base.errors import RowsFailedError, UserError
+from stopmim.cli.options import Changes, DataSource, PresetOrFile, option
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Pretrain, evaluate and report on rendered scenes: five minutes on two CPU cores."""
+
+    out: Path = Path("runs/demo")
+    """run directory"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        from stopmim.cli.demo import demo
+
+        demo(self.out, self.changes)
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Train an encoder on unlabelled images, or resume a run that was stopped.
+
+    Config keys are options too: --optim.epochs 100 --positions.sigma 0.1.
+    """
+
+    data: DataSource
+    out: Annotated[Path | None, option("RUN")] = None
+    """run directory; a run that is already there is resumed"""
+    preset: PresetOrFile = "vit_b16_stop"
+    dry_run: bool = False
+    """print every config key with its meaning, as a file for --preset, or the SLURM script"""
+    slurm: Annotated[str | None, option("NODESxGPUS")] = None
+    """submit a SLURM job on that many nodes with that many GPUs each, for example 2x8"""
+    sbatch: Annotated[str, option("OPTIONS")] = ""
+    """more options for sbatch, for example "partition=gpu time=24:00:00" """
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        if self.sbatch and not self.slurm:
+            raise UserError("pretrain: --sbatch has no effect without --slurm NODESxGPUS")
+        if self.dry_run and not self.slurm:
+            from stopmim.method.build import configure, describe
+
+            print(describe(configure(self.preset, self.changes)), end="")
+            return
+        if self.out is None:
+            raise UserError("pretrain: --out is missing; name the run directory: --out runs/first")
+        if self.slurm:
+            from stopmim.train.slurm import script, submit
+
+            text = script(self.data, self.out, self.preset, self.changes, self.slurm, self.sbatch)
+            print(text if self.dry_run else f"job {submit(text, self.out)}, log in {self.out}")
+            return
+        from stopmim.train.loop import pretrain
+
+        run = pretrain(self.data, self.out, self.preset, **self.changes)
+        if is_first_rank():
+            print(run.checkpoint)
+
+
+@dataclass(frozen=True)
+class Ablate:
+    """Train and evaluate the rows of a table, the paper's or your own, or resume.
+
+    Config keys are options too, for all rows. Exit code 9: some runs failed.
+    """
+
+    table: Annotated[Positional[str], option("[TABLE|FILE.yaml]")] = ""
+    """a name from --list, or a file with your own table: see docs/ablations.md"""
+    list: bool = False
+    """show the tables, or the rows of one, with the paper's numbers"""
+    data: Annotated[str | None, option("DATA")] = None
+    """images to pretrain on; default: scenes:4096 of the preset's size"""
+    preset: PresetOrFile = "tiny_cpu_quick"
+    seeds: int = 1
+    """runs per row"""
+    rows: Annotated[tuple[str, ...], option("ROW ...")] = ()
+    """rows to run; default: all"""
+    eval: Annotated[tuple[str, ...], option("[RECIPE=]DATA ...")] = ()
+    """labelled images or videos to evaluate on, with a recipe of eval linear; default: --data"""
+    few: Annotated[str, arg(metavar="N|FILE")] = "25"
+    """labelled images per class in low-shot protocols, or a file with their names"""
+    video_size: Annotated[int | None, option("INT")] = None
+    """shorter edge of the frames for tracking; default: as eval tracking"""
+    checkpoint: Annotated[tuple[str, ...], option("NAME=FILE ...")] = ()
+    """other encoders to evaluate in the same table"""
+    jobs: Annotated[int | None, option("INT")] = None
+    """runs at a time; default: one per GPU, or per core without a GPU"""
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("runs/ablate")
+    """tables go to OUT/TABLE/, runs of all tables to OUT/runs/"""
+    dry_run: bool = False
+    """show the runs and about how long they take"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        if self.list or not self.table:
+            from stopmim.ablations.paper import listing
+
+            print(listing(self.table or None))
+            return
+        from stopmim.ablations.run import Ablation, ablate, describe
+
+        planned = Ablation(
+            name=self.table,
+            data=self.data,
+            preset=self.preset,
+            seeds=self.seeds,
+            rows=self.rows,
+            evals=self.eval,
+            few=self.few,
+            video_size=self.video_size,
+            checkpoints=self.checkpoint,
+            out=self.out,
+            changes=self.changes,
+        ).plan()
+        if self.dry_run:
+            print(describe(planned, self.jobs))
+            return
+        found = ablate(planned, self.jobs)
+        print(f"{found.text}\n\n{found.page}")
+        if found.failed:
+            raise RowsFailedError(f"{len(found.failed)} runs failed, first {found.failed[0]}")

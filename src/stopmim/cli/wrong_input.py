@@ -1,0 +1,65 @@
+"""Messages about a wrong command line: tyro's boxes as one line each."""
+
+import re
+
+from stopmim.base.errors import did_you_mean
+from stopmim.config.schema import Config, flatten
+
+TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # commands with config keys
+REWORDED = {  # tyro's messages about values -> ours
+    r"Missing from stopmim ([\w ]+):": r"\1: missing",
+    r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+\b)) ([^()]*) \(required\)": r"\1 (\2),",
+    r"Missing value for argument '(\S+)'.*": r"\1: a value is missing",
+    r"Error parsing (\S+): .*literal for int.*? ('.*') Argument helptext.*": (
+        r"\1: expected a whole number, got \2"
+    ),
+    r"Error parsing (\S+): .*string to float: ('.*') Argument helptext.*": (
+        r"\1: expected a number, got \2"
+    ),
+}
+
+
+def one_line(box: str, words: list[str]) -> str:
+    """The message in one of tyro's titled boxes, as one line."""
+    text = re.sub(r"[\u2500-\u257f]|-{3,}", " ", box)  # lines and corners
+    _, *lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    text = " ".join(lines).partition("For full helptext")[0]
+    said, _, near = text.partition("Perhaps you meant:")
+    known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", said)
+    if known and (unknown := _no_such_command(words, known[1].strip().split(", "))):
+        return unknown
+    close = near.split()[0] if near else ""
+    if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
+        said = f"{words[0]}: no option {option[2]}"
+        if option[1]:  # tyro suggests an option of another command
+            close = _config_option(option[2]) if words[0] in TAKE_KEYS else ""
+    elif extra := re.match(r"Unrecognized options: ([^-].*)", said):
+        said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+    for theirs, ours in REWORDED.items():
+        said = re.sub(theirs, ours, said)
+    given = words[: 2 if words[:1] == ["eval"] else 1]
+    command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
+    hint = did_you_mean(close, [close]) if close else ""
+    return f"{said.strip(' .,')}; {hint}see {command}"
+
+
+def _config_option(option: str) -> str:
+    """The option for a config key that has this name in some section, or ""."""
+    name = option.removeprefix("--").replace("-", "_")
+    keys = [key for key, _ in flatten(Config().model_dump(mode="json"))]
+    return next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
+
+
+def _no_such_command(words: list[str], names: list[str]) -> str:
+    """The message about a command that is missing or not one of `names`; "" if it is one."""
+    above = [word for word in words[:1] if word == "eval"]
+    word = next(iter(words[len(above) :]), "")
+    if word in names:
+        return ""
+    given = f'no command "{word}"' if word else "a command is missing"
+    return ": ".join([*above, f"{given}; {did_you_mean(word, names)}there are {', '.join(names)}"])
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates escaped, safe for a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
