@@ -493,7 +493,7 @@ def test_a_dry_run_trains_nothing_and_says_what_it_would(
     assert main(["ablate", "tie", "--seeds", "3", "--out", str(tmp_path / "o"), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "6 runs, 0 of them done, 6,144 updates left" in said
-    assert "one run of tiny_cpu_quick takes about a minute and a half" in said
+    assert "one run of tiny_cpu_quick takes about 1.5 minutes" in said
     assert not (tmp_path / "o").exists()
 
 

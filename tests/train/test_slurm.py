@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stopmim.cli.config_keys import split_changes
+from stopmim.cli.options import split_changes
 from stopmim.cli.run import main, parse
 
 WORDS = ["pretrain", "my images", "--preset", "tiny_cpu", "--optim.ema", "0.9", "1"]

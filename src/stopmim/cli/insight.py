@@ -8,19 +8,10 @@ from tyro.conf import Positional, arg
 
 from stopmim.base.errors import UserError
 from stopmim.cli.options import choices, option
+from stopmim.insight.analyse import What
 
 Figure = Annotated[
-    Literal[
-        "noise",
-        "similarity",
-        "prediction",
-        "collapse",
-        "smoothing",
-        "pca",
-        "masks",
-        "uncertainty",
-        "all",
-    ],
+    Literal[What, "all"],
     choices(
         "FIGURE",
         noise="sigma against the norms of A and the mask token",

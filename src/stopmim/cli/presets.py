@@ -31,7 +31,7 @@ def listing() -> str:
     lines = [f"{'preset':28} {'network':12} {'pixels':>6}  cost"]
     for preset in PRESETS.values():
         network, pixels = printed(preset.config.arch), _pixels(preset, "-")
-        lines.append(f"{preset.name:28} {network:12} {pixels:>6}  {preset.cost.short}")
+        lines.append(f"{preset.name:28} {network:12} {pixels:>6}  {preset.cost.text}")
         lines.append(f"  {preset.about}")
     lines += ["", "Hours are of one H200 for ImageNet-1k. More about one: stopmim presets NAME"]
     return "\n".join(lines)
@@ -40,14 +40,14 @@ def listing() -> str:
 def details(preset: Preset) -> str:
     """All that is known about one preset; only its command may be longer than 80 characters."""
     cost, needs = preset.cost, preset.needs
-    time = f"{cost.text} of one H200" if cost.hours else cost.text
-    is_measured = cost.hours is not None or cost.minutes is not None
+    time = [f"{cost.text} of one H200" if cost.hours else cost.text]
+    time += [f"for {cost.images:,} images"] if cost.hours or cost.minutes else []
     rows = {
         "about": preset.about,
         "network": printed(preset.config.arch),
         "images": f"{_pixels(preset, ' to ')} px",
         "hardware": needs.hardware,
-        "cost": f"{time}, for {cost.images:,} images" if is_measured else time,
+        "cost": ", ".join(filter(None, [*time, cost.note])),
         "memory": f"{needs.memory_gib} GiB per GPU for {needs.batch} images at a time"
         if needs.memory_gib
         else "not measured",

@@ -20,12 +20,11 @@ from stopmim._version import __version__
 from stopmim.base.console import is_first_rank
 from stopmim.base.errors import UserError
 from stopmim.cli.benchmarks import Bench
-from stopmim.cli.config_keys import split_changes
-from stopmim.cli.data import Check
 from stopmim.cli.evaluate import Eval
 from stopmim.cli.insight import Analyse, Doctor, Report
+from stopmim.cli.options import split_changes
 from stopmim.cli.presets import Presets
-from stopmim.cli.training import Ablate, Demo, Pretrain
+from stopmim.cli.training import Ablate, Check, Demo, Pretrain
 from stopmim.cli.weights import Export, Features, Inspect
 from stopmim.cli.wrong_input import one_line, printable
 

@@ -1,4 +1,4 @@
-"""``stopmim demo``, ``pretrain`` and ``ablate``."""
+"""``stopmim demo``, ``check``, ``pretrain`` and ``ablate``."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from stopmim.base.console import is_first_rank
-from stopmim.base.errors import RowsFailedError, UserError
+from stopmim.base.errors import DataError, RowsFailedError, UserError
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, option
 
 
@@ -23,6 +23,29 @@ class Demo:
         from stopmim.cli.demo import demo
 
         demo(self.out, self.changes)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Look for broken images and duplicates, and estimate what training would cost."""
+
+    data: DataSource
+    preset: PresetOrFile = "vit_b16_stop"
+    fix_list: Annotated[Path | None, option("FILE.jsonl")] = None
+    """write a list of broken images, for pretrain --data.skip and eval --skip"""
+    limit: Annotated[int | None, option("INT")] = None
+    """read only this many images of each split, evenly spaced"""
+    changes: Changes = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        from stopmim.data.check import check
+
+        report = check(
+            self.data, self.preset, self.changes, fix_list=self.fix_list, limit=self.limit
+        )
+        print(report.text())
+        if report.problem:
+            raise DataError(report.problem)
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,19 @@ IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 @dataclass(frozen=True)
 class Cost:
-    """Training time; not measured if it has neither hours nor minutes."""
+    """Training time, as hours of one H200 or minutes on the preset's hardware; or not measured."""
 
-    text: str = "not measured"
-    hours: int | None = None  # of one H200
-    minutes: float | None = None  # on the preset's hardware
+    hours: int | None = None
+    minutes: float | None = None
     images: int = IMAGENET  # in the data set that this time is for
+    is_lower_bound: bool = False
+    note: str = ""
 
     @property
-    def short(self) -> str:
-        """A few characters, for a table."""
-        if self.hours is None:
-            return "not measured" if self.minutes is None else f"{self.minutes:g} min"
-        return self.text.replace("more than", ">").replace("hours", "h")
+    def text(self) -> str:
+        if self.hours is not None:
+            return f"{'more than ' if self.is_lower_bound else ''}{self.hours} hours"
+        return "not measured" if self.minutes is None else f"about {self.minutes:g} minutes"
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,6 @@ class Preset:
         return f"stopmim pretrain {self.data} {place} {self.options}".rstrip()
 
 
-def _hours(hours: int, bound: str = "") -> Cost:
-    return Cost(f"{bound}{hours} hours", hours)
-
-
 def _top1(one_percent: float, last: float | None = None, last4: float | None = None) -> str:
     rest = f", {last} on the last layer and {last4} on the last four" if last else ""
     return f"{one_percent} % with 1 % of labels{rest} (linear, ImageNet-1k, from the paper)"
@@ -102,7 +98,7 @@ def _released(preset: Preset, about: str, changes: dict[str, object]) -> Preset:
         name=f"{preset.name}_released",
         about=about,
         config=override(preset.config, {"compat": "released", "runtime.accumulate": 32} | changes),
-        cost=_hours(preset.cost.hours or 0, "more than "),
+        cost=replace(preset.cost, is_lower_bound=True),
         expects=preset.expects if ".yaml" in about else "",
         needs=Needs(),
     )
@@ -116,7 +112,7 @@ ABLATION = Preset(
     "ablation_b16_stop",
     "The paper's ablations: ViT-B/16, 300 epochs, sigma 0.25.",
     Config(optim=OptimConfig(epochs=300, lr=1e-3)),
-    _hours(25),
+    Cost(25),
     _top1(57.8),
     Needs(memory_gib=13.3, batch=256),
 )
@@ -124,7 +120,7 @@ VIT_B = Preset(
     "vit_b16_stop",
     "The paper's ViT-B/16, 600 epochs.",
     Config(optim=OptimConfig(epochs=600, lr=8e-4)),
-    _hours(50),
+    Cost(50),
     _top1(60.3, 72.6, 74.5),
     Needs(memory_gib=13.3, batch=256),
 )
@@ -132,7 +128,7 @@ VIT_L = Preset(
     "vit_l16_stop",
     "The paper's ViT-L/16, 600 epochs.",
     Config(arch="vit_l16", optim=OptimConfig(epochs=600, lr=8e-4)),
-    _hours(145),
+    Cost(145),
     _top1(65.1, 77.1, 78.5),
     Needs(memory_gib=18.7, batch=128),
 )
@@ -141,7 +137,7 @@ VIT_H = Preset(
     "The paper's ViT-H/14, 300 epochs, sigma 0.2.",
     # The paper's table says 600 epochs, its caption and text 300.
     Config(arch="vit_h14", optim=OptimConfig(epochs=300, lr=1e-3, warmup_epochs=40)),
-    _hours(180),
+    Cost(180),
     _top1(65.4, 79.0, 79.6),
     Needs(memory_gib=22.5, batch=64),
 )
@@ -153,8 +149,8 @@ VIT_H_IJEPA = _twin(VIT_H, 22.4, 62.9, 78.2, 79.3)
 _HIGHER: dict[str, object] = {"optim.final_lr": 1e-4}
 _FROZEN: dict[str, object] = {"arch": "vit_h16", "optim.freeze_epoch": 250}
 # Hours of ViT-H/16 follow from ViT-H/14 by the number of operations.
-_H16 = replace(VIT_H, name="vit_h16_stop", cost=_hours(138), expects="")
-_H16_IJEPA = replace(VIT_H_IJEPA, name="vit_h16_ijepa", cost=_hours(138))
+_H16 = replace(VIT_H, name="vit_h16_stop", cost=Cost(138), expects="")
+_H16_IJEPA = replace(VIT_H_IJEPA, name="vit_h16_ijepa", cost=Cost(138))
 _OFF = "The released code with StoP off: bare positions, not I-JEPA's mask token."
 RELEASED = (
     _released(VIT_B, "The released configs/pretrain/vit-b16.yaml.", _HIGHER),
@@ -214,7 +210,7 @@ CONTINUE = Preset(
             epochs=100, batch_size=1024, lr=2e-4, start_lr=2e-5, warmup_epochs=10, ema=(0.9995, 1.0)
         )
     ),
-    Cost("100 epochs of your images at the speed of vit_b16_stop; not measured"),
+    Cost(note="100 epochs of your images at the speed of vit_b16_stop"),
     notes="The predictor is new, and its first gradients would harm a good encoder: hence the low "
     "learning rate, the long warm-up, and a target encoder that hardly moves at first.",
     data="my_images",
@@ -233,7 +229,7 @@ SMALL = Preset(
         predictor=PredictorConfig(width=192),
         optim=OptimConfig(epochs=30, batch_size=64, lr=1.25e-4, start_lr=1e-4, warmup_epochs=3),
     ),
-    Cost("two minutes on an H200 after a minute of compiling", minutes=2, images=50_000),
+    Cost(minutes=2, images=50_000, note="on an H200, after a minute of compiling"),
     "three times the k-NN accuracy of random init or more, and 20 points more with a linear head "
     "(docs/results.md)",
     Needs((32, 96), "one GPU", memory_gib=1.2, batch=64),
@@ -257,7 +253,7 @@ TINY = Preset(
         # long once something else wants one of them: threads wait for each other at every layer.
         runtime=RuntimeConfig(threads=1),
     ),
-    Cost("about four minutes", minutes=4, images=8192),
+    Cost(minutes=4, images=8192),
     "linear accuracy some 3 points above random init for counting and 13 for distance (README)",
     Needs((48, 48), "two CPU cores"),
     "Against collapse of so small a model in so few updates: a predictor as wide as the encoder "
@@ -270,7 +266,7 @@ TINY_QUICK = replace(
     name="tiny_cpu_quick",
     about="tiny_cpu in batches of 16, for half the scenes: the default of ablate.",
     config=override(TINY.config, {"optim.batch_size": 16}),
-    cost=Cost("about a minute and a half on one core", minutes=1.5, images=4096),
+    cost=Cost(minutes=1.5, images=4096, note="on one core"),
     expects="the tables in docs/ablations.md",
     data="scenes:4096:48",
 )
@@ -290,7 +286,7 @@ TINY_MAE = replace(
             ),
         }
     ),
-    cost=Cost("about two minutes", minutes=2, images=4096),
+    cost=Cost(minutes=2, images=4096),
     expects="linear accuracy some 16 points above random init for distance and 2 for shape and "
     "counting (one run, on the scenes it was chosen by)",
     notes="Pixels are not normalised: so small a model learns next to nothing from normalised ones "
