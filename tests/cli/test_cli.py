@@ -75,7 +75,7 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
             "optim.epochs: input should be a valid integer",
         ),
         ("inspect {tmp}/file", 4, "not a file of weights"),
-        ("inspect {tmp}/features.npz", 4, "an archive, but none of weights"),
+        ("inspect {tmp}/features.npz", 4, "an archive without weights"),
         ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
         ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),

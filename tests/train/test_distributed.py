@@ -328,8 +328,12 @@ def test_what_every_rank_finds_wrong_is_said_however_late_the_first_one_is(tmp_p
         (["pretrian"], {}, 'no command "pretrian"; did you mean "pretrain"?'),
         ([*fine, "--optim.lrr", "1"], {}, "optim.lrr"),
         (["pretrain", "nowhere", *fine[2:]], {}, "nowhere: no such folder or file"),
-        (fine, restarts, "works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-        (fine, {"STOPMIM_TIMEOUT": "5 s"}, "STOPMIM_TIMEOUT: expected seconds, as 600, got '5 s'"),
+        (fine, restarts, "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        (
+            fine,
+            {"STOPMIM_TIMEOUT": "5 s"},
+            "STOPMIM_TIMEOUT: expected seconds, like 600, got '5 s'",
+        ),
     ):
         ended = launched(2, tmp_path / "logs", functools.partial(job, words, env))
         (line,) = complaints(ended)

@@ -1,1 +1,1 @@
-"""What everything stands on: errors, console, keyed randomness, schedules, files of strangers."""
+"""The foundation: errors, console, keyed randomness, schedules, files, untrusted weights."""

@@ -1,8 +1,7 @@
-"""What a person sees of something long: one live line in a terminal, plain lines elsewhere."""
+"""Messages and progress on stderr: one live line in a terminal, plain lines elsewhere."""
 
 import os
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -17,11 +16,11 @@ from rich.progress import (
 
 console = Console(stderr=True, highlight=False, emoji=False)
 
-QUIET_SECONDS = 10.0  # between two plain lines, so that a log file stays short
+QUIET_SECONDS = 10.0  # between two plain lines, to keep log files short
 
 
 class Ticker:
-    """Progress of `total` things with an ETA, and a few numbers beside it."""
+    """Progress through `total` items with an ETA, and a few numbers beside it."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         self.what, self.total, self.first = what, total, done
@@ -45,29 +44,21 @@ class Ticker:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
     def update(self, done: int, numbers: str = "") -> None:
         self.bar.update(self.task, completed=done, numbers=numbers)
         now = time.monotonic()
-        if (
-            not self.live
-            and numbers
-            and (now - self.last_line > QUIET_SECONDS or done == self.total)
-        ):
+        is_due = now - self.last_line > QUIET_SECONDS or done == self.total
+        if not self.live and numbers and is_due:
             self.last_line = now
             left = (now - self.begin) * (self.total - done) / max(1, done - self.first)
             say(f"{self.what} {done}/{self.total}  {numbers}  {duration(left)} left")
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all that torchrun or SLURM started."""
+    """Whether this process, of those that torchrun or SLURM started, is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -80,6 +71,7 @@ def warn(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
+    """``h:mm:ss``, or ``m:ss`` below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

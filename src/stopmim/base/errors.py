@@ -1,7 +1,7 @@
-"""Mistakes a user can mend, each with the exit code the command line ends with.
+"""Errors that a user can fix, each with its exit code on the command line.
 
-A message is one line that says what is wrong, where, what was got, and what to do. A caller's
-mistake inside the library is a ValueError; anything else that escapes is a bug (exit code 1).
+A message is one line: what is wrong, where, what was got, what to do. Misuse of the library by its
+caller is a ValueError; anything else that escapes is a bug (exit code 1).
 """
 
 import difflib
@@ -21,35 +21,35 @@ class UserError(Exception):
 
 
 class DataError(UserError):
-    """No images, too many broken images, or other images than the run began with."""
+    """No images, too many broken images, or not the images that the run started with."""
 
     exit_code = 3
 
 
 class NoPartError(DataError):
-    """A source without the part to train on, or to test on, that was asked for."""
+    """A data source without the requested training or test split."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, hostile, or made for another model."""
+    """A checkpoint that is missing, damaged, hostile, or of another model."""
 
     exit_code = 4
 
 
 class StorageError(UserError):
-    """The disk is full, read-only, or not there."""
+    """The disk is full, read-only, or missing."""
 
     exit_code = 5
 
 
 class NonFiniteError(UserError):
-    """The loss or a gradient is no longer a number."""
+    """The loss or a gradient is not finite."""
 
     exit_code = 6
 
 
 class ResourceError(UserError):
-    """Out of memory, a worker process was killed, or another rank is gone."""
+    """Out of memory, or a worker or another rank is lost."""
 
     exit_code = 7
 
@@ -60,15 +60,15 @@ class RunInUseError(UserError):
     exit_code = 8
 
 
-class InterruptedRunError(UserError):
-    """A signal ended the run after a clean save; the same command goes on with it."""
-
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(f"{message}; run the same command to go on")
-        self.exit_code = 128 + signal_number
-
-
 class RowsFailedError(UserError):
-    """Runs of an ablation failed; its table has the others."""
+    """Some runs of an ablation failed; its table has the others."""
 
     exit_code = 9
+
+
+class InterruptedRunError(UserError):
+    """A signal ended the run after a clean save; the same command resumes it."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(f"{message}; run the same command to resume")
+        self.exit_code = 128 + signal_number

@@ -1,7 +1,7 @@
-"""Named points at which a test can make the program die, fail, or be interrupted.
+"""Fault points: named places where a test can kill, interrupt or fail the program.
 
-``STOPMIM_FAULT=name@3:kill`` kills the process (-9) the third time it passes `name`; other actions
-are `term`, `int` (signals), `full` (no space left on the device) and `nan`. Unset, it does nothing.
+``STOPMIM_FAULT=name@3:kill`` kills the process (-9) the third time it passes `name`. Other actions
+are `term` and `int` (signals), `full` (no space left on device) and `nan`. Unset, nothing happens.
 """
 
 import errno
@@ -9,11 +9,12 @@ import os
 import signal
 from collections import Counter
 
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 _passed: Counter[str] = Counter()
 
 
 def faultpoint(name: str) -> str | None:
-    """Does what STOPMIM_FAULT says at this point; returns the action, for points that act on it."""
+    """Does what STOPMIM_FAULT asks for here, and returns the action for the caller to act on."""
     if not (plan := os.environ.get("STOPMIM_FAULT")):
         return None
     place, action = plan.split(":")
@@ -21,17 +22,10 @@ def faultpoint(name: str) -> str | None:
     _passed[name] += 1
     if wanted != name or _passed[name] != int(count or 1):
         return None
-    match action:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        case "int":
-            os.kill(os.getpid(), signal.SIGINT)
-        case "full":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-        case "nan":
-            pass
-        case unknown:
-            raise ValueError(f"STOPMIM_FAULT: unknown action {unknown!r}")
+    if action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[action])
+    elif action == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    elif action != "nan":
+        raise ValueError(f"STOPMIM_FAULT: unknown action {action!r}")
     return action

@@ -1,4 +1,4 @@
-"""Files that survive a crash: JSON lines that grow, and texts that are replaced at once."""
+"""Files that survive a crash: growing JSON lines, and texts that are replaced as a whole."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from stopmim.base.errors import StorageError
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of `path` that are whole; a kill can leave a torn one at the end."""
+    """Yields the intact lines of `path`; a kill can leave a torn one at the end."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -24,7 +24,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def append_jsonl(path: Path, line: dict[str, Any]) -> None:
     with path.open("ab+") as file:
-        # A full disk may have torn the last line: this one is not to be lost with it.
+        # If a full disk tore the last line, start a new one: this line must stay readable.
         at = file.seek(0, os.SEEK_END)
         file.seek(max(0, at - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
@@ -32,7 +32,7 @@ def append_jsonl(path: Path, line: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
+    """Replaces the file atomically: a reader, or a crash, sees the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:

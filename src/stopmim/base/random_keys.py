@@ -1,7 +1,7 @@
-"""Randomness by key: every draw of a run is a pure function of the seed and of where it is used.
+"""Keyed randomness: every draw of a run is a pure function of the seed and of its use.
 
-A resumed run therefore needs no saved generator state, and neither the number of workers nor of
-GPUs changes what is drawn. The purpose comes first in a key, so that two uses never share a stream.
+So a resumed run needs no saved generator state, and the numbers of workers and GPUs do not change
+what is drawn. A key starts with its purpose, so that two uses never share a stream.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import torch
 
 
 def seed_of(*key: str | int) -> int:
-    """63 bits that depend on every part of the key, the same on every machine."""
+    """63-bit hash of the whole key, equal on every machine."""
     text = "/".join(map(str, key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

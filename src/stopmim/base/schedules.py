@@ -1,7 +1,7 @@
-"""Values that change over a run, as functions of the step alone: a resumed run needs no replay.
+"""Schedules as functions of the step alone, so that a resumed run needs no replay.
 
-The released code steps its schedulers before an update and takes the momentum after it, so update
-`i` (from 0) uses the value at ``i + 1`` for learning rate and weight decay, and at `i` for the EMA.
+As in the released code, update `i` (from 0) uses the value at ``i + 1`` for learning rate and
+weight decay, which are stepped before the update, and at `i` for the EMA momentum.
 """
 
 import math
@@ -23,5 +23,5 @@ def warmup_cosine(
 
 
 def linear(step: int, *, total: int, start: float, final: float) -> float:
-    """A straight line from `start` at step 0 to `final` at `total`."""
+    """A line from `start` at step 0 to `final` at `total`, and `final` from there on."""
     return start + (final - start) * min(1.0, step / total)

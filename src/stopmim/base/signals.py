@@ -1,4 +1,4 @@
-"""Signals that end a run, for its loop to act on between updates."""
+"""Signals that end a run."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM received, for the loop to act on between updates; a second one kills."""
+    """Collects SIGINT and SIGTERM for the loop to act on between updates; a second one kills."""
     received: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -19,7 +19,7 @@ def signals() -> Iterator[list[int]]:
 
     try:
         old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever owns it gets the signals
+    except ValueError:  # not the main thread, which alone can receive signals
         yield received
         return
     try:

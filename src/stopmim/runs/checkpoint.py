@@ -1,9 +1,9 @@
-"""Our checkpoints: written whole or not at all, verified before use, never a pickle.
+"""Checkpoints: written atomically, verified before use, never pickled.
 
 ``checkpoints/step-XXXXXXXX/`` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and
-`manifest.json` (sha256 and size of the others). It is written aside, synced to disk and renamed, so
-a kill leaves the old ones or the new one, never half of it. "Latest" is not stored anywhere: it is
-the newest step whose sums verify.
+`manifest.json` (sha256 and size of the others). It is written to a temporary folder, synced and
+renamed, so that a kill never leaves half of one. "Latest" is not stored anywhere: it is the newest
+step whose checksums verify.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from stopmim.method.model import MaskedImageModel
 State = dict[str, Tensor]
 
 FORMAT = 1
-SAVES_TO_FAIL = 3  # saves in a row that may fail (a full disk) before a run gives up
+SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
 
 
 def save(
@@ -45,9 +45,9 @@ def save(
     about: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes the checkpoint of `step` and then removes older ones, but for `keep` - 1.
+    """Writes the checkpoint of `step`, then removes older ones except for `keep` - 1.
 
-    `about` is what else a reader needs: the config, the state of the loss scaler.
+    `about` goes to state.json: the config and the state of the loss scaler.
     """
     weights, slots = gathered(model, optimizer)
     folder = run / "checkpoints"
@@ -61,18 +61,18 @@ def save(
         faultpoint("save.model")
         save_file(slots, temporary / "optimizer.safetensors")
         _write_json(temporary / "state.json", {"step": step, **about})
-        files = sorted(path for path in temporary.iterdir())
         sums = {
-            path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in files
+            path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size}
+            for path in sorted(temporary.iterdir())
         }
         manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
         _write_json(temporary / "manifest.json", manifest)
         for path in temporary.iterdir():
-            path.chmod(0o666 & ~_umask())  # safetensors makes its files 0600
+            path.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
             _sync(path)
         _sync(temporary)
         faultpoint("save.synced")
-        if final.exists():  # one that did not verify, or the run would not be at this step
+        if final.exists():  # damaged, or the run would have resumed from it
             shutil.rmtree(final)
         os.rename(temporary, final)
         _sync(folder)
@@ -85,21 +85,21 @@ def save(
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Of `newest`, which is known to be whole, and those before it, removes all but `keep`.
+    """Removes all but the `keep` last checkpoints up to `newest`, which is known to be intact.
 
-    A later one is damaged, or the run would be further: it must not take the place of another.
+    Later ones are damaged, or the run would have resumed from them: they do not count.
     """
     run = newest.parents[1]
     for old in [path for path in _steps(run) if path <= newest][:-keep]:
-        # One that stays (a link, or open elsewhere on NFS) is no reason to call the save failed.
+        # A folder that cannot be removed (a link, a file open on NFS) does not fail the save.
         shutil.rmtree(old, ignore_errors=True)
         faultpoint("save.pruned")
 
 
 class Saver:
-    """Saves the checkpoints of a run; a disk that is full for a while does not end it.
+    """Saves the checkpoints of a run; survives a disk that is full for a while.
 
-    Of several processes one writes; the others hand it their pieces of the tensors.
+    One rank writes; the others take part in gathering sharded tensors.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Saver:
             what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
             if final or self.failed == SAVES_TO_FAIL:
                 raise StorageError(f"{what}; make room and run the same command again") from None
-            warn(f"{what}; training goes on")
+            warn(f"{what}; training continues")
 
 
 def sweep(run: Path) -> None:
-    """Removes what an interrupted save left behind."""
+    """Removes the leftovers of interrupted saves."""
     for path in (run / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def latest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with those passed over."""
+    """The newest intact checkpoint, and what is wrong with newer ones."""
     damaged = []
     for path in reversed(_steps(run)):
         if problem := verify(path):
@@ -152,15 +152,23 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
+def newest_intact(run: Path) -> Path:
+    """The newest intact checkpoint of a run; raises CheckpointError if there is none."""
+    path, damaged = latest(run)
+    if path is None:
+        raise CheckpointError(damaged[0] if damaged else f"{run}: no checkpoint in it yet")
+    return path
+
+
 def verify(path: Path) -> str | None:
-    """What is wrong with the checkpoint at `path`, in one line, or None."""
+    """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         for name, want in manifest["files"].items():
             if (path / name).stat().st_size != want["bytes"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes, not {want['bytes']}"
             if _sha256(path / name) != want["sha256"]:
-                return f"{path / name}: its sha256 is not the recorded one"
+                return f"{path / name}: sha256 is not the recorded one"
         missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - {
             *manifest["files"]
         }
@@ -170,18 +178,18 @@ def verify(path: Path) -> str | None:
 
 
 def state(path: Path) -> dict[str, Any]:
-    """`state.json` of a verified checkpoint: step, config and what else was saved about it."""
+    """`state.json` of a verified checkpoint: step, config, loss scaler."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format {manifest['format']}, made by stopmim {manifest['stopmim']}; "
-            f"this is {__version__}, which reads up to format {FORMAT}: upgrade stopmim"
+            f"this is {__version__}, which reads formats up to {FORMAT}: upgrade stopmim"
         )
     return json.loads((path / "state.json").read_bytes())
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Fills `model` and `optimizer` from the checkpoint at `path`, every key of it, or raises."""
+    """Loads the checkpoint at `path` into `model` and `optimizer`; every key must match."""
     try:
         weights = load_file(path / "model.safetensors")
         slots = load_file(path / "optimizer.safetensors") if optimizer else {}
@@ -195,12 +203,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def load_model(path: Path) -> MaskedImageModel:
-    """The model in a run directory or one of its checkpoints, in evaluation mode."""
+    """Loads the model of a run directory or of one of its checkpoints, in evaluation mode."""
     if (path / "run.json").exists():
-        newest, damaged = latest(path)
-        if newest is None:
-            raise CheckpointError(damaged[0] if damaged else f"{path}: no checkpoint in it yet")
-        path = newest
+        path = newest_intact(path)
     elif not (path / "manifest.json").exists():
         raise CheckpointError(
             f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
@@ -214,17 +219,17 @@ def load_model(path: Path) -> MaskedImageModel:
             model = build(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path / 'state.json'}: not of a run: {what}") from None
+        raise CheckpointError(f"{path / 'state.json'}: not a run's: {what}") from None
     fill(model, read_tree(path / "model.safetensors"), str(path))
     return model.eval()
 
 
 def fill(module: nn.Module, weights: State, source: str) -> None:
-    """Gives a `module` without memory copies of `weights`, in float32, all of them or none."""
+    """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     for key, value in weights.items():
         if not value.is_floating_point():
-            raise CheckpointError(f"{source}: {key} is of {value.dtype}, not of floating point")
+            raise CheckpointError(f"{source}: {key} is {value.dtype}, not floating point")
         if not value.isfinite().all():
             raise CheckpointError(f"{source}: {key} has values that are not finite")
     own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
@@ -252,9 +257,9 @@ def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) 
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights, and what the optimizer has for each, whole and on the CPU; without `keep` nothing.
+    """Unsharded weights and optimizer state on the CPU; empty without `keep`.
 
-    Of a model in pieces every rank must call it, and only the one that writes needs the result.
+    Every rank of a sharded model must call it; only the one that writes needs the result.
     """
     slots = {
         f"{name}/{slot}": value
@@ -276,7 +281,7 @@ def _whole_on_cpu(pieces: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 def _named(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of the optimizer by name: an index would tie the file to the order of groups."""
+    """Yields the optimizer's parameters by name: an index would depend on the order of groups."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -291,7 +296,7 @@ def _load_slots(
         for slot in ("step", "exp_avg", "exp_avg_sq"):
             if (value := slots.get(f"{name}/{slot}")) is not None:
                 used += 1
-                # Fused AdamW keeps its step counter beside the parameter, in float32.
+                # Fused AdamW keeps its step counter on the parameter's device, in float32.
                 value = value.to(parameter.device)
                 optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
     if used != len(slots):

@@ -1,11 +1,11 @@
-"""A run directory: what is in it, who may write to it, and how it stays readable after a crash.
+"""A run directory: its files, the lock on it, and how it stays readable after a crash.
 
 run.json         config, data, versions, git state, device; written before the first update
 metrics.jsonl    one line per logged step
 checkpoints/     see checkpoint.py
 bad_files.jsonl  images that could not be read, each once
 results.jsonl    one line per evaluation
-report.html      see report/
+report.html      written by `stopmim report`
 """
 
 import contextlib
@@ -55,12 +55,13 @@ class Run:
             tree = json.loads((self.path / "run.json").read_bytes())
         except FileNotFoundError:
             why = "there is no run.json in it" if self.path.is_dir() else "no such folder"
-            raise CheckpointError(f"{self.path}: not a run directory: {why}") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: not a run directory: run.json: {error}") from None
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{self.path}: not a run directory: run.json holds no object")
-        return tree
+            why = f"run.json: {error}"
+        else:
+            if isinstance(tree, dict):
+                return tree
+            why = "run.json holds no object"
+        raise CheckpointError(f"{self.path}: not a run directory: {why}")
 
     @property
     def config(self) -> Config:
@@ -82,11 +83,8 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The newest checkpoint that verifies."""
-        path, damaged = checkpoint.latest(self.path)
-        if path is None:
-            raise CheckpointError(damaged[0] if damaged else f"{self.path}: no checkpoint in it")
-        return path
+        """The newest intact checkpoint."""
+        return checkpoint.newest_intact(self.path)
 
     def model(self) -> "MaskedImageModel":
         return checkpoint.load_model(self.checkpoint)
@@ -98,25 +96,25 @@ class Run:
         append_jsonl(self.path / "results.jsonl", result)
 
 
-_locks: set[FileIO] = set()  # of runs that this process has claimed
+_locks: set[FileIO] = set()  # of the runs that this process has claimed
 
 
-def _let_go() -> None:
-    """A lock goes when all who have it are gone, and workers outlive a killed parent by seconds."""
+def _release_in_child() -> None:
+    """Closes inherited locks: a worker that outlives a killed parent must not hold them."""
     for handle in _locks:
         handle.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Makes sure that `path` can be written to, and that nobody else does so at the same time."""
+    """Locks the run directory `path`; raises StorageError or RunInUseError if it cannot."""
     lock = path / "run.lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        handle = lock.open("ab+", buffering=0)  # nothing is left to write when it is closed
+        handle = lock.open("ab+", buffering=0)  # so that closing it writes nothing
     except OSError as error:
         raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
     with handle:
@@ -130,11 +128,11 @@ def claimed(path: Path) -> Iterator[None]:
             ) from None
         except OSError as error:  # a file system without locks
             raise StorageError(
-                f"{lock}: cannot lock this file: {error.strerror}; choose an --out elsewhere"
+                f"{lock}: cannot lock this file: {error.strerror}; choose --out on another disk"
             ) from None
-        if not os.fstat(handle.fileno()).st_nlink:  # what is locked is not what others will find
+        if not os.fstat(handle.fileno()).st_nlink:  # its last owner has just deleted the file
             raise RunInUseError(
-                f"{path}: was in use by a process that ended just now; run the same command again"
+                f"{path}: was in use by a process that has just ended; run the same command again"
             )
         owner = f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n"
         try:
@@ -144,10 +142,10 @@ def claimed(path: Path) -> Iterator[None]:
             raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
         _locks.add(handle)
         try:
-            yield  # the lock goes with the process, however it ends
+            yield  # the lock ends with the process, however that ends
         finally:
             _locks.remove(handle)
-            if not (path / "run.json").exists():  # nothing came of it: leave no trace
+            if not (path / "run.json").exists():  # the run never started: leave no trace
                 lock.unlink()
                 with contextlib.suppress(OSError):
                     path.rmdir()
@@ -161,7 +159,7 @@ def begin(
     device: torch.device,
     processes: int = 1,
 ) -> None:
-    """Writes run.json, or checks that the run already there is this one and notes the restart."""
+    """Writes run.json, or checks that the run there is this one and records the restart."""
     file = path / "run.json"
     start = {
         "time": _now(),
@@ -198,7 +196,7 @@ def begin(
 
 
 def begun(path: Path) -> dict[str, Any]:
-    """run.json, proved to have what a run is asked for when it goes on."""
+    """run.json, checked to have what a resumed run needs."""
     about = Run(path).about
     match about:
         case {
@@ -211,20 +209,20 @@ def begun(path: Path) -> dict[str, Any]:
 
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
-    """A resumed run has the config it began with; free is only what no image depends on."""
-    before, now = (dict(flatten(tree)) for tree in (old, config.model_dump(mode="json")))
-    before = dict(flatten(Config().model_dump(mode="json"))) | before  # keys it did not know yet
+    """Raises UserError for a changed key; only `runtime.*` and `data.max_bad` may change."""
+    default, now = (dict(flatten(one.model_dump(mode="json"))) for one in (Config(), config))
+    before = default | dict(flatten(old))  # an old run.json may lack newer keys
     for key in before.keys() | now.keys():
         free = key.startswith("runtime.") or key == "data.max_bad"
         if not free and before.get(key) != now.get(key):
             raise UserError(
                 f"{path}: this run has another config: {key}: {before.get(key)!r} -> "
-                f"{now.get(key)!r}; set it back to go on, or choose another --out"
+                f"{now.get(key)!r}; set it back to resume, or choose another --out"
             )
 
 
 def set_threads(path: Path, wanted: int | None) -> None:
-    """Sums over another number of threads round otherwise: a resumed run takes the first one's."""
+    """Sets torch's threads; a resumed run keeps the first number, as sums round differently."""
     if wanted is None and (path / "run.json").exists():
         wanted = begun(path)["starts"][0]["threads"]
     if wanted is not None:
@@ -232,26 +230,26 @@ def set_threads(path: Path, wanted: int | None) -> None:
 
 
 class Lines:
-    """A .jsonl file that grows. Lines for which the disk has no room wait for the next call."""
+    """A growing .jsonl file. Lines that do not fit on a full disk wait for the next call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: list[dict[str, Any]] = []
 
     def write(self, *lines: dict[str, Any]) -> None:
-        is_news = not self.waiting
+        is_first_failure = not self.waiting
         self.waiting += lines
         try:
             while self.waiting:
                 append_jsonl(self.path, self.waiting[0])
                 del self.waiting[0]
         except OSError as error:
-            if is_news:
-                warn(f"{self.path}: cannot write: {error.strerror}; will be tried again")
+            if is_first_failure:
+                warn(f"{self.path}: cannot write: {error.strerror}; will try again")
 
 
 class Metrics(Lines):
-    """metrics.jsonl, cut back to the step a run resumes at."""
+    """metrics.jsonl, truncated to the step that a run resumes at."""
 
     def __init__(self, path: Path, step: int) -> None:
         super().__init__(path / "metrics.jsonl")
@@ -259,24 +257,24 @@ class Metrics(Lines):
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-class BadFiles:
-    """bad_files.jsonl: every unreadable image once, and the end of the run if they are too many."""
+class BadFiles(Lines):
+    """bad_files.jsonl: every unreadable image once; too many of them end the run."""
 
     def __init__(self, path: Path, total: int, share: float) -> None:
-        self.path, self.total, self.share = path / "bad_files.jsonl", total, share
-        self.lines = Lines(self.path)
+        super().__init__(path / "bad_files.jsonl")
+        self.total, self.share = total, share
         self.names = {line["name"] for line in read_jsonl(self.path)}
 
     def add(self, bad: list[tuple[str, str]], *, usable: bool) -> None:
-        """Notes what a batch met; `usable` is False if an image could not even be replaced."""
+        """Records the bad images of a batch; not `usable`: one could not be replaced either."""
         new = {name: reason for name, reason in bad if name not in self.names}
         self.names |= new.keys()
-        self.lines.write(*({"name": name, "reason": reason} for name, reason in new.items()))
+        self.write(*({"name": name, "reason": reason} for name, reason in new.items()))
         if bad and (not usable or len(self.names) > self.share * self.total):
             name, reason = bad[-1]
             raise DataError(
-                f"{len(self.names)} of {self.total} images cannot be read, as {name}: {reason}; "
-                f"raise --data.max_bad to go on, or leave them out of a new run with "
+                f"{len(self.names)} of {self.total} images cannot be read, such as {name}: "
+                f"{reason}; raise --data.max_bad to go on, or leave them out of a new run with "
                 f"--data.skip {self.path}"
             )
 
@@ -290,22 +288,20 @@ def _device_name(device: torch.device) -> str:
 
 
 def git_state() -> str | None:
-    """Commit of the source this package runs from, with a + if it was changed since.
+    """Commit of this package's source, with a + if tracked files have changed since.
 
-    None where git does not know this file, as in a .venv within somebody's own repository.
+    None where git does not track this file, as in a .venv inside another repository.
     """
-    git = ["git", "-C", str(Path(__file__).parent)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
     try:
-        options: dict[str, Any] = {
-            "capture_output": True,
-            "text": True,
-            "timeout": 5,
-            "check": True,
-        }
-        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **options)
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        # Not what is untracked: the run itself may have been begun in there.
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        return commit + ("+" if subprocess.run(status, **options).stdout else "")
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        # Untracked files do not count: the run itself may lie in there.
+        is_changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if is_changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,9 +1,9 @@
-"""Several processes that train one model: who they are, what they share, and how they end.
+"""Training on several GPUs, one process (rank) each: joining, agreeing, sharding, failing.
 
-torchrun, or a SLURM job step, starts one process per GPU and says in the environment which is which
-(`RANK` of `WORLD_SIZE`). The first one, rank 0, owns the run directory and the terminal. If a rank
-fails it leaves a note; the others find it when their next collective breaks and leave without a
-word, so that a failure is one line from the rank that knows why.
+torchrun or a SLURM job step starts the ranks and numbers them in the environment (`RANK` of
+`WORLD_SIZE`). Rank 0 owns the run directory and the terminal. A rank that fails leaves a note; the
+others find it when their next collective breaks and exit silently, so that a failure is one line
+from the rank that knows the reason.
 """
 
 import atexit
@@ -24,32 +24,32 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from stopmim.base.console import console
+from stopmim.base.console import console, is_first_rank
 from stopmim.base.errors import ResourceError, UserError
 from stopmim.method.model import MaskedImageModel
 
-TIMEOUT = 600  # seconds a rank may be silent; STOPMIM_TIMEOUT changes it
-GRACE = 3.0  # seconds in which ranks that are well find out that one is not
+TIMEOUT = 600  # seconds that a rank may be silent; STOPMIM_TIMEOUT overrides it
+GRACE = 3.0  # seconds for healthy ranks to notice that one has failed
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BROKEN = ("gloo", "NCCL", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
-_kept: list[BaseException] = []
+_kept: list[BaseException] = []  # keeps alive what must not be torn down at exit
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together; by default there is only this one."""
+    """This process among those that train together; by default it is alone."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the processes of this machine: the number of its GPU
-    store: Store | None = None  # reaches the other ranks while collectives do not
+    local_rank: int = 0  # on this machine: the index of its GPU
+    store: Store | None = None  # reaches other ranks even when collectives fail
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, in the order of ranks; all of them must call it."""
+        """All ranks' values, in order; every rank must call it."""
         if self.store is None:
             return [value]
         values = [None] * self.size
@@ -57,7 +57,7 @@ class World:
         return values
 
     def mean_(self, values: Tensor) -> Tensor:
-        """Replaces `values` by their mean over the ranks."""
+        """Averages `values` over the ranks, in place."""
         if self.store is not None:
             dist.all_reduce(values)
             values /= self.size
@@ -67,12 +67,12 @@ class World:
 ALONE = World()
 
 
-# ------------------------------------------------------------------------- begin and end
+# ------------------------------------------------------------------------- start and end
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """The world that the environment describes. It is joined, or it is an error: never half."""
+    """Joins the world that the environment describes, or raises; never falls back to one rank."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
@@ -80,9 +80,9 @@ def joined() -> Iterator[World]:
     console.quiet = not world.first
     try:
         yield world
-        world.gather(None)  # nobody leaves before rank 0 has saved
+        world.gather(None)  # no rank exits before rank 0 has saved
     except BaseException as error:
-        raise _last_words(world, error) from None
+        raise _first_failure(world, error) from None
     finally:
         console.quiet = False
     dist.destroy_process_group()
@@ -91,22 +91,22 @@ def joined() -> Iterator[World]:
 def _join() -> World:
     if missing := [name for name in _NAMES if name not in os.environ]:
         raise ResourceError(
-            f"{missing[0]} is not set, though {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} "
+            f"{missing[0]} is not set, but {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} "
             f"is; start with torchrun, or unset both to train in one process"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ):
-        # Restarted ranks would meet the keys of those that died, and hang or die themselves.
-        raise _said_once(
-            "torchrun --max-restarts: works only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+        # Restarted ranks would read stale keys of the dead ones, and hang or fail.
+        raise _on_rank_0(
+            "torchrun --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
             "environment; set it"
         )
     try:
         timeout = datetime.timedelta(seconds=float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT)))
     except (ValueError, OverflowError):
         given = os.environ["STOPMIM_TIMEOUT"]
-        raise _said_once(f"STOPMIM_TIMEOUT: expected seconds, as 600, got {given!r}") from None
+        raise _on_rank_0(f"STOPMIM_TIMEOUT: expected seconds, like 600, got {given!r}") from None
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     both = torch.cuda.is_available() and dist.is_nccl_available()
     try:
@@ -118,31 +118,31 @@ def _join() -> World:
             world_size=size,
             timeout=timeout,
         )
-        # Who fails and leaves while others still connect would make them fail to.
+        # A rank that failed and exited while others still connect would break their rendezvous.
         store.set(f"joined/{rank}", "")
         store.wait([f"joined/{other}" for other in range(size)], timeout)
         return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
     except (RuntimeError, ValueError) as error:
         raise ResourceError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
-            f"{where}: {str(error).splitlines()[0]}; are all of them started?"
+            f"{where}: {str(error).splitlines()[0]}; check that all ranks were started"
         ) from None
 
 
-def _said_once(text: str) -> UserError:
-    """Of what every rank finds out by itself."""
-    return UserError(text if os.environ["RANK"] == "0" else "")
+def _on_rank_0(text: str) -> UserError:
+    """An error that every rank finds by itself, with its message on rank 0 only."""
+    return UserError(text if is_first_rank() else "")
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether this is a collective that failed, most likely because another rank is gone."""
+    """Whether a collective failed, most likely because another rank is gone."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
     )
 
 
-def _last_words(world: World, error: BaseException) -> BaseException:
-    """`error` if this rank is the first to fail, else one without a message, same exit code."""
+def _first_failure(world: World, error: BaseException) -> BaseException:
+    """`error` if this rank failed first, else a silent error with the first one's exit code."""
     assert world.store is not None
     code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
     code = ResourceError.exit_code if is_broken(error) else code
@@ -154,10 +154,10 @@ def _last_words(world: World, error: BaseException) -> BaseException:
         who, code = map(int, note.split())
         if who == world.rank and is_broken(error):
             lost = _missing(world, "here", GRACE)
-        world.store.set(f"left/{world.rank}", "")  # the last thing a rank asks of the store,
-        if world.first:  # which may go with rank 0
+        world.store.set(f"left/{world.rank}", "")  # a rank's last request
+        if world.first:  # rank 0 may host the store: it leaves last
             _missing(world, "left", GRACE if who == 0 else 2 * GRACE)
-    except RuntimeError:  # no store: rank 0 kept it, so it is rank 0 that failed, and said why
+    except RuntimeError:  # the store is gone with rank 0, which failed and said why
         who, code = 0, ResourceError.exit_code
     _end_at_once(code, error)
     if who != world.rank:
@@ -168,14 +168,14 @@ def _last_words(world: World, error: BaseException) -> BaseException:
         return ResourceError(
             f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, or "
             f"silent for {os.environ.get('STOPMIM_TIMEOUT', TIMEOUT)} s; "
-            f"run the same command to go on"
+            f"run the same command to resume"
         )
     return error
 
 
 def _end_at_once(code: int, error: BaseException) -> None:
-    """The process will not take its group apart when it ends: with a rank gone, that can hang."""
-    _kept.append(error)  # its frames hold the group
+    """Makes the process exit without destroying its group, which can hang if a rank is gone."""
+    _kept.append(error)  # its frames reference the group
 
     def end() -> None:
         sys.stdout.flush()
@@ -186,7 +186,7 @@ def _end_at_once(code: int, error: BaseException) -> None:
 
 
 def _missing(world: World, key: str, seconds: float) -> list[int]:
-    """The ranks that have not set `key` by then."""
+    """The ranks that have not set `key` after `seconds`."""
     assert world.store is not None
     until = time.monotonic() + seconds
     ranks = list(range(world.size))
@@ -211,16 +211,16 @@ def agree(world: World, about: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------- the model
 
 
-def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) -> nn.Module:
-    """What to call in place of `model` so that all ranks train it; `model` stays what is saved."""
+def parallelise(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) -> nn.Module:
+    """Returns the module to call so that all ranks train `model`, which stays what is saved."""
     if world.store is None:
         return model
     if kind == "ddp":
-        # Nothing is unused. But without looking, torch sorts the buckets anew after the first step,
-        # a resumed run then adds up in another order, and more than two ranks differ in bits.
+        # No parameter is unused. But otherwise torch rebuilds its buckets after the first step, so
+        # that a resumed run sums in another order and its bits differ on more than two ranks.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         with warnings.catch_warnings():
-            # torch 2.13 wants another name for broadcast_buffers, which 2.11 does not have.
+            # torch 2.13 renames broadcast_buffers; torch 2.11 does not know the new name.
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 model,
@@ -228,11 +228,11 @@ def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) 
                 gradient_as_bucket_view=True,
                 find_unused_parameters=True,
             )
-    from torch.distributed.fsdp import fully_shard  # half a second, for those who want it
+    from torch.distributed.fsdp import fully_shard  # takes half a second to import
 
-    # It warns of changing an output in place, which nothing here does.
+    # It warns about in-place changes of outputs, which nothing here makes.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    # Never predictor_embed alone: it is also used outside of its own forward, on the noise.
+    # Never predictor_embed alone: the predictor also applies it to the noise, outside its forward.
     encoders = (model.encoder, model.target_encoder) if model.target_encoder else (model.encoder,)
     for block in (block for encoder in encoders for block in encoder.blocks):
         fully_shard(block)
@@ -244,7 +244,7 @@ def spread(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) 
 
 
 def average_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass averages over ranks: only the last part of a batch has to."""
+    """Sets whether the next backward averages over ranks: only a batch's last part has to."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = now
     elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2

@@ -40,7 +40,7 @@ from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
-from stopmim.train.distributed import World, agree, is_broken, joined, spread
+from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
@@ -217,7 +217,7 @@ def _set_up(images: Images, source: str, path: Path, config: Config, world: Worl
     # Measured before sharding: the first call of a sharded model must be its forward pass.
     fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
     untrained = health.measure(model) if health and fresh else None
-    wrapped = spread(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
+    wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
     optimizer = adamw(model, config.optim)
     n_parts = len(shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size))
     update = build_step(

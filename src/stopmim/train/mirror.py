@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl, shown elsewhere too; metrics.jsonl stays the record."""
+"""Copies metrics.jsonl to TensorBoard or W&B; metrics.jsonl stays the record."""
 
 import contextlib
 import hashlib
@@ -18,9 +18,9 @@ Line = Mapping[str, Any]
 
 @contextlib.contextmanager
 def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]]:
-    """What to call with every line of metrics.jsonl after `step`, where the run goes on.
+    """Yields the function to call with every new line; `step` is where the run resumes.
 
-    Writes to RUN/tensorboard, to RUN/wandb, or to nowhere; closed however the run ends.
+    Writes to RUN/tensorboard, RUN/wandb or nowhere, and is closed however the run ends.
     """
     match kind:
         case "none":
@@ -34,7 +34,7 @@ def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]
 
 
 def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
-    """The numbers of a line and their step; those of the untrained network have step 0."""
+    """Yields the step and the numbers of a line; the untrained network has step 0."""
     if "random_init" in line:
         yield 0, dict(line["random_init"])
     yield line["step"], {k: v for k, v in line.items() if k not in ("step", "random_init")}
@@ -46,7 +46,7 @@ def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise _missing("tensorboard") from None
-    # What an earlier start wrote after `step` is taken back.
+    # Purges what an earlier start wrote after `step`.
     with SummaryWriter(str(path / "tensorboard"), purge_step=step + 1) as writer:
 
         def write(line: Line) -> None:
@@ -60,17 +60,17 @@ def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
 
 @contextlib.contextmanager
 def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
-    """Always offline: `wandb sync RUN/wandb/offline-run-*` is the user's to call."""
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when it is imported: reports to nobody
+    """Always offline: the user may call `wandb sync RUN/wandb/offline-run-*`."""
+    os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import: no telemetry
     try:
         import wandb
     except ImportError:
         raise _missing("wandb") from None
     run = Run(path)
-    # The first start is in run.json from before the first update: a run keeps its id for life.
+    # The first start is recorded before the first update, so a run keeps its id for life.
     first = json.dumps(run.about["starts"][0], sort_keys=True)
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
-    # A file of theirs cannot be cut back to where the run goes on, so it is written anew.
+    # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
     for old in (path / "wandb").glob(f"offline-run-*-{name}"):
         shutil.rmtree(old)
     settings = wandb.Settings(
@@ -84,17 +84,11 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
         x_disable_stats=True,
         x_save_requirements=False,
     )
+    about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
     try:
-        shown = wandb.init(
-            project="stopmim",
-            id=name,
-            name=path.resolve().name,
-            dir=str(path),
-            config=run.about["config"],
-            settings=settings,
-        )
+        shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
     except wandb.Error as error:
-        raise UserError(f"runtime.mirror: wandb cannot begin: {error}") from None
+        raise UserError(f"runtime.mirror: wandb cannot start: {error}") from None
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):

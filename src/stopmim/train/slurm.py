@@ -1,7 +1,7 @@
-"""Training as a SLURM job: one task per GPU, queued again when its time is up or it is preempted.
+"""Training as a SLURM job: one task per GPU, requeued when its time is up or it is preempted.
 
-A plain batch script does it, because the same command goes on with a run: whatever ends a job,
-starting it again is all there is to do. No daemon, no pickled function, nothing to install.
+A plain batch script is enough, because the same command resumes a run: whatever ends a job, it only
+has to be started again. No daemon, no pickled function, nothing to install.
 """
 
 import json
@@ -18,7 +18,7 @@ from stopmim.config.schema import takes_text
 from stopmim.data.order import shares
 from stopmim.method.build import configure
 
-GRACE = 120  # seconds before the time limit at which the run is told to save and end
+GRACE = 120  # seconds before the time limit at which the run is told to save and exit
 
 SCRIPT = """\
 #!/bin/bash
@@ -31,7 +31,7 @@ SCRIPT = """\
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@{grace}
 {options}
-# Time is nearly up: the ranks save and end, and the job goes back into the queue.
+# Time is nearly up: the ranks save and exit, and the job is requeued.
 trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -43,8 +43,8 @@ srun --kill-on-bad-exit=1 $cpus \\
   {command} &
 step=$!
 wait $step; code=$?
-while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal cut the first wait short
-# Preempted, with time to save: SLURM does not queue what ended by itself. Not so if cancelled.
+while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal interrupts wait
+# Preempted with time to save: SLURM does not requeue jobs that exit. Cancelled jobs stay out.
 about=$(scontrol show job "$SLURM_JOB_ID")
 if [[ $code -gt 128 && $about == *JobState=RUNNING* && $about == *PreemptTime=[0-9]* ]]; then
   requeue=yes
@@ -57,12 +57,12 @@ exit $code
 def script(
     data: str, out: Path, preset: str, changes: Mapping[str, Any], size: str, options: str = ""
 ) -> str:
-    """The batch script that trains on `size`, as 2x8: two nodes of eight GPUs.
+    """The batch script for `size`, for example 2x8 for two nodes of eight GPUs.
 
-    `options` are further ones of sbatch, without dashes: "partition=gpu time=24:00:00".
+    `options` are more options for sbatch, without dashes: "partition=gpu time=24:00:00".
     """
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)):
-        raise UserError(f"--slurm: expected NODESxGPUS, as 2x8, got {size!r}")
+        raise UserError(f"--slurm: expected NODESxGPUS, for example 2x8, got {size!r}")
     if not str(out).isprintable():
         raise UserError(f"--out: {str(out)!r} has characters that a batch script cannot hold")
     nodes, gpus = int(match[1]), int(match[2])
@@ -83,7 +83,7 @@ def script(
         name=shlex.quote(f"stopmim-{out.name}"),
         nodes=nodes,
         gpus=gpus,
-        log=shlex.quote(f"{str(out).replace('%', '%%')}/slurm-%j.log"),  # %: a pattern of SLURM's
+        log=shlex.quote(f"{str(out).replace('%', '%%')}/slurm-%j.log"),  # SLURM expands %
         grace=GRACE,
         options="".join(f"#SBATCH {shlex.quote(word)}\n" for word in more),
         command=shlex.join(words),
@@ -91,9 +91,9 @@ def script(
 
 
 def submit(text: str, out: Path) -> str:
-    """Gives the script to sbatch; returns the number of the job."""
+    """Submits the script with sbatch and returns the job id."""
     try:
-        out.mkdir(parents=True, exist_ok=True)  # SLURM does not make the folder of a log
+        out.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of its log
     except OSError as error:
         raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
     try:
@@ -102,8 +102,10 @@ def submit(text: str, out: Path) -> str:
         )
     except OSError as error:
         raise ResourceError(
-            f"sbatch: {error.strerror}; --slurm works where jobs can be submitted"
+            f"sbatch: {error.strerror}; use --slurm on a machine that can submit jobs"
         ) from None
     if done.returncode:
-        raise ResourceError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}")
+        raise ResourceError(
+            f"sbatch: {' '.join(done.stderr.split()) or 'failed without a message'}"
+        )
     return done.stdout.strip().split(";")[0]
