@@ -655,7 +655,7 @@ def test_the_command_ends_with_its_own_code_if_a_row_failed(
     words += ["--data", "scenes:16:32", "--eval", "scenes:24:32:3", "--few", "2"]
     words += ["--rows", "StoP-x1", "StoP-x8", "--optim.lr", "1e18", "--optim.start_lr", "1e18"]
     assert main(words) == 9  # not finite
-    assert "2 runs failed, as StoP-x1-0-" in capsys.readouterr().err
+    assert "2 runs failed, first StoP-x1-0-" in capsys.readouterr().err
     assert "not finite at step" in (tmp_path / "o" / "lr" / "table.md").read_text()
     assert main([*words[:-4], "--rows", "StoP-x1"]) == 0
 

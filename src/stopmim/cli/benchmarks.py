@@ -44,33 +44,28 @@ class Bench:
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
-        from stopmim.bench import step
+        from stopmim.bench.growth import bench_growth
+        from stopmim.bench.loader import bench_index, bench_loader
+        from stopmim.bench.probe import bench_probe
+        from stopmim.bench.step import bench_masks, bench_step, check_folder
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: expected 1 or more")
         if self.out is not None:
-            step.check_folder(self.out)
+            check_folder(self.out)
         match self.what:
             case "step":
                 names = ("preset", "changes", "masks", "twin", "profile", "rounds")
-                print(step.bench_step(**self._only(*names)))
+                print(bench_step(**self._only(*names)))
             case "masks":
-                print(step.bench_masks(**self._only("preset", "changes", "rounds")))
+                print(bench_masks(**self._only("preset", "changes", "rounds")))
             case "growth":
-                from stopmim.bench.growth import bench_growth
-
                 print(bench_growth(**self._only("changes", "rounds")))
             case "loader":
-                from stopmim.bench.loader import bench_loader
-
                 print(bench_loader(**self._only("rounds")))
             case "index":
-                from stopmim.bench.loader import bench_index
-
                 print(bench_index(**self._only("rounds")))
             case "probe":
-                from stopmim.bench.probe import bench_probe
-
                 size = PAPER if self._only("paper")["paper"] else ()
                 print(bench_probe(*size, out=self.out))
 
