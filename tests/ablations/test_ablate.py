@@ -26,10 +26,10 @@ from stopmim.ablations.questions import Question, questions
 from stopmim.ablations.record import write_records
 from stopmim.ablations.report import as_markdown, metric, write_report
 from stopmim.ablations.run import identity
-from stopmim.ablations.table import printed
 from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
 from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
+from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.check import check

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stopmim.ablations.table import Row, Table, printed
+from stopmim.ablations.table import Row, Table
 from stopmim.ablations.trial import Answer, Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
 from stopmim.base.files import write_whole
+from stopmim.config.architectures import printed
 from stopmim.evals.statistics import Estimate, over_seeds, paired
 from stopmim.evals.suite import TRACKED
 from stopmim.insight.analyse import DPI

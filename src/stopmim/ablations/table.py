@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stopmim.base.errors import UserError, did_you_mean
-from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import parse_yaml
 
@@ -81,12 +80,6 @@ class Table:
         found = [p for p in self.published if name in (p.method, p.name)]
         same = [p for p in found if p.arch == arch]
         return own or next((p.numbers for p in same + found), {})
-
-
-def printed(arch: str) -> str:
-    """Name of an architecture in the paper: vit_b16 is ViT-B/16."""
-    _, patch = parse_arch(arch)
-    return f"ViT-{arch.removeprefix('vit_').removesuffix(str(patch)).capitalize()}/{patch}"
 
 
 # ------------------------------------------------------------------------------ tables in YAML

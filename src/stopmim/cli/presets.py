@@ -2,14 +2,16 @@
 
 import textwrap
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
 from stopmim.base.errors import UserError, did_you_mean
 from stopmim.cli.options import option
 from stopmim.config.architectures import printed
-from stopmim.config.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from stopmim.config.presets import Preset
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,18 @@ class Presets:
     """a preset to show in full"""
 
     def __call__(self) -> None:
+        from stopmim.config.presets import PRESETS
+
         if self.name and self.name not in PRESETS:
             near = did_you_mean(self.name, PRESETS)
             raise UserError(f"{self.name}: no such preset; {near}presets are {', '.join(PRESETS)}")
-        print(details(PRESETS[self.name]) if self.name else listing())
+        print(details(PRESETS[self.name]) if self.name else listing([*PRESETS.values()]))
 
 
-def listing() -> str:
+def listing(presets: "list[Preset]") -> str:
     """All presets, in two lines of at most 80 characters each."""
     lines = [f"{'preset':28} {'network':12} {'pixels':>6}  cost"]
-    for preset in PRESETS.values():
+    for preset in presets:
         network, pixels = printed(preset.config.arch), _pixels(preset, "-")
         lines.append(f"{preset.name:28} {network:12} {pixels:>6}  {preset.cost.text}")
         lines.append(f"  {preset.about}")
@@ -37,7 +41,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def details(preset: Preset) -> str:
+def details(preset: "Preset") -> str:
     """All that is known about one preset; only its command may be longer than 80 characters."""
     cost, needs = preset.cost, preset.needs
     time = [f"{cost.text} of one H200" if cost.hours else cost.text]
@@ -60,5 +64,5 @@ def details(preset: Preset) -> str:
     return "\n".join([*lines, f"  {'command':10}{preset.command}"])
 
 
-def _pixels(preset: Preset, between: str) -> str:
+def _pixels(preset: "Preset", between: str) -> str:
     return between.join(map(str, dict.fromkeys(preset.needs.pixels)))
