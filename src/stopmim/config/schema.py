@@ -273,22 +273,21 @@ class Config(Section):
 def resolve(config: Config) -> Config:
     """`config` with every null default filled in, as `run.json` records it."""
     size, _ = parse_arch(config.arch)
-    released = config.compat == "released"
-    sigma = config.positions.sigma
+    sigma, masking = config.positions.sigma, config.masking
     if sigma is None and config.positions.kind == "stochastic":
         std_or_variance = 0.2 if config.arch.startswith("vit_h") else 0.25
         # The released code passes the paper's number as a standard deviation.
-        sigma = std_or_variance**2 if released else std_or_variance
+        sigma = std_or_variance**2 if config.compat == "released" else std_or_variance
     if sigma is None and config.positions.kind == "jitter":
         sigma = 1.0
     return override(
         config,
         {
             "positions.sigma": sigma,
-            "masking.compat": config.masking.compat or ("released" if released else "none")
-            if config.masking.kind == "multiblock"
+            "masking.compat": (masking.compat or config.compat or "none")
+            if masking.kind == "multiblock"
             else None,
-            "data.augmentation": config.data.augmentation or ("released" if released else "crop"),
+            "data.augmentation": config.data.augmentation or config.compat or "crop",
             "predictor.depth": config.predictor.depth or size.predictor_depth,
             "predictor.heads": config.predictor.heads or size.heads,
         },
