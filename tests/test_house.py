@@ -16,7 +16,7 @@ ORDER = """
 _version
 base base.console base.errors base.faults base.random_keys base.schedules base.signals base.tables
 base.files base.sandbox
-config.architectures config.schema config config.presets
+config.architectures config.yaml_text config.schema config config.presets
 gpu gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
@@ -46,7 +46,8 @@ insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
 bench bench.timing bench.loader bench.probe bench.step bench.growth
-cli.demo cli.evaluate cli.words cli.commands cli
+cli.options cli.wrong_input cli.demo cli.evaluate cli.benchmarks cli.insight cli.presets
+cli.training cli.weights cli.run cli
 __init__
 __main__
 """.split()  # noqa: SIM905 - a list would be four times as long

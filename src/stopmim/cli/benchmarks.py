@@ -47,7 +47,8 @@ class Bench:
         from stopmim.bench.growth import bench_growth
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
-        from stopmim.bench.step import bench_masks, bench_step, check_folder
+        from stopmim.bench.step import bench_masks, bench_step
+        from stopmim.bench.timing import check_folder
 
         if self.rounds < 1:
             raise UserError(f"--rounds {self.rounds}: expected 1 or more")

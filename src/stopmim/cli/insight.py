@@ -8,10 +8,13 @@ from tyro.conf import Positional, arg
 
 from stopmim.base.errors import UserError
 from stopmim.cli.options import choices, option
-from stopmim.insight.analyse import What
 
+Name = Literal[
+    "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty",
+    "all",
+]  # fmt: skip
 Figure = Annotated[
-    Literal[What, "all"],
+    Name,
     choices(
         "FIGURE",
         noise="sigma against the norms of A and the mask token",

@@ -74,8 +74,8 @@ class MaskingConfig(Section):
     @model_validator(mode="after")
     def _every_knob_has_an_effect(self) -> Self:
         multiblock = ("targets", "target_scale", "target_aspect", "context_scale", "context_length")
-        unused = {"multiblock": ("ratio",), "random": (*multiblock, "compat")}[self.kind]
-        _has_no_effect(self, unused, f"kind: {self.kind}")
+        unused = {"multiblock": ("ratio",), "random": (*multiblock, "compat")}
+        _has_no_effect(self, unused.get(self.kind, ()), f"kind: {self.kind}")
         return self
 
 
@@ -99,9 +99,10 @@ class PositionsConfig(Section):
 
     @model_validator(mode="after")
     def _every_knob_has_an_effect(self) -> Self:
-        noise = ("sigma", "base", "covariance", "tokens", "share", "ramp")
-        unused = {"stochastic": (), "jitter": ("base", "covariance", "share", "ramp")}
-        _has_no_effect(self, unused.get(self.kind, noise), f"kind: {self.kind}")
+        stop = ("base", "covariance", "share", "ramp")
+        every = (*stop, "sigma", "tokens")
+        unused = {"sincos": every, "learned": every, "jitter": stop}.get(self.kind, ())
+        _has_no_effect(self, unused, f"kind: {self.kind}")
         if self.covariance == "conditioned" and self.tokens != "masked":
             raise ValueError(
                 f"tokens: {self.tokens} does not work with covariance: conditioned, which is for "
@@ -253,8 +254,8 @@ class Config(Section):
             raise ValueError(
                 f"positions.ramp {self.positions.ramp:g} is more than {self.optim.epochs} epochs"
             )
-        if self.target == "features":
-            _has_no_effect(self, ("norm_pixels",), "target: features")
+        if self.target != "pixels":
+            _has_no_effect(self, ("norm_pixels",), f"target: {self.target}")
         elif self.compat == "released":
             raise ValueError("compat: the released code predicts features, not target: pixels")
         elif self.optim.ema != (usual := OptimConfig.model_fields["ema"].default):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
-from stopmim.base.errors import CheckpointError, StorageError, UserError, meant
+from stopmim.base.errors import CheckpointError, StorageError, UserError, did_you_mean
 from stopmim.method.encoder import VisionTransformer
 from stopmim.weights import load
 from stopmim.weights.card import card
@@ -21,7 +21,9 @@ def format_for(word: str) -> Format:
     """The format that ``--to WORD`` writes."""
     known = {x.word: x for x in load.FORMATS if x.word}
     if word not in known:
-        what = f"--to: no format {word!r}; {meant(word, known)}formats are {', '.join(known)}"
+        what = (
+            f"--to: no format {word!r}; {did_you_mean(word, known)}formats are {', '.join(known)}"
+        )
         raise UserError(f"{what}; see stopmim export --help")
     return known[word]
 
