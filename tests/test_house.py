@@ -46,7 +46,7 @@ insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
 bench bench.timing bench.loader bench.probe bench.step bench.growth
-cli.options cli.wrong_input cli.demo cli.evaluate cli.benchmarks cli.insight cli.presets
+cli.demo cli.evaluate cli.options cli.wrong_input cli.benchmarks cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__
 __main__
