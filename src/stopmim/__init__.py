@@ -47,11 +47,6 @@ _HOME = {
 # Modules that are public under a shorter name than their place in the tree.
 _ALIASES = {
     "stopmim.ablate": "stopmim.ablations.run",
-    "stopmim.evals.finetune": "stopmim.evals.protocols.finetune",
-    "stopmim.evals.knn": "stopmim.evals.protocols.knn",
-    "stopmim.evals.linear": "stopmim.evals.protocols.linear",
-    "stopmim.evals.lowshot": "stopmim.evals.protocols.lowshot",
-    "stopmim.evals.tracking": "stopmim.evals.protocols.tracking",
     "stopmim.masking": "stopmim.method.masks",
     "stopmim.positions": "stopmim.method.positions",
     "stopmim.presets": "stopmim.config.presets",

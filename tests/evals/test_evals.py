@@ -15,11 +15,11 @@ from stopmim import evals
 from stopmim.base.errors import DataError, NonFiniteError
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError
+from stopmim.evals import knn, lowshot
 from stopmim.evals.features import extract, rankme
-from stopmim.evals.protocols import knn, lowshot
-from stopmim.evals.protocols.knn import knn_accuracy
-from stopmim.evals.protocols.linear import L2S, choose_l2, linear_probe
-from stopmim.evals.protocols.lowshot import fit_logistic, standardise
+from stopmim.evals.knn import knn_accuracy
+from stopmim.evals.linear import L2S, choose_l2, linear_probe
+from stopmim.evals.lowshot import fit_logistic, standardise
 from stopmim.evals.results import Result, wilson_interval
 from stopmim.method.encoder import VisionTransformer
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from helpers import seeded
 from stopmim.base.random_keys import torch_generator
 from stopmim.evals.heads import Head, grid, train_heads
-from stopmim.evals.protocols.linear import held_out, probes, solve
+from stopmim.evals.linear import held_out, probes, solve
 from stopmim.evals.recipes import OWN, TASKS, Recipe
 from stopmim.method.encoder import VisionTransformer
 

@@ -33,8 +33,7 @@ from stopmim.data.subset import Subset
 from stopmim.evals import cache, table
 from stopmim.evals.compare import Comparison, bootstrap, compare, mcnemar
 from stopmim.evals.features import frozen
-from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrained
-from stopmim.evals.protocols.finetune import (
+from stopmim.evals.finetune import (
     RECIPES,
     Classifier,
     Tuning,
@@ -44,13 +43,14 @@ from stopmim.evals.protocols.finetune import (
     mix,
     rate,
 )
-from stopmim.evals.protocols.knn import choose_k, knn_predict
-from stopmim.evals.protocols.lowshot import classify, listed, per_class
-from stopmim.evals.protocols.tracking import Tracking
+from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrained
+from stopmim.evals.knn import choose_k, knn_predict
+from stopmim.evals.lowshot import classify, listed, per_class
 from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.results import Result
 from stopmim.evals.suite import Options, measure, measure_videos, suite
+from stopmim.evals.tracking import Tracking
 from stopmim.evals.views import TrainView, View
 from stopmim.method.build import build, configure
 from stopmim.method.encoder import VisionTransformer

@@ -18,8 +18,10 @@ from helpers import GOLDEN, golden, golden_about, seeded
 from stopmim.base.errors import DataError, NonFiniteError, UserError
 from stopmim.data.crops import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
-from stopmim.evals.protocols import tracking
-from stopmim.evals.protocols.tracking import (
+from stopmim.evals import tracking
+from stopmim.evals.regions import sheet, summary
+from stopmim.evals.results import Result
+from stopmim.evals.tracking import (
     Scores,
     Tracking,
     boundary_f,
@@ -32,8 +34,6 @@ from stopmim.evals.protocols.tracking import (
     score,
     track,
 )
-from stopmim.evals.regions import sheet, summary
-from stopmim.evals.results import Result
 from stopmim.method.encoder import VisionTransformer
 
 SHADE = 25  # difference in brightness between two objects of a painted video

@@ -18,7 +18,7 @@ from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.bench.timing import machine, record_lines
 from stopmim.evals.heads import grid, train_heads
-from stopmim.evals.protocols.lowshot import LAMBDA, fit_logistic, standardise
+from stopmim.evals.lowshot import LAMBDA, fit_logistic, standardise
 from stopmim.evals.recipes import Recipe
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from torch import Tensor
 from stopmim.base.console import console, duration, say
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.features import extract, rankme
-from stopmim.evals.protocols.knn import knn_accuracy
-from stopmim.evals.protocols.linear import linear_probe
+from stopmim.evals.knn import knn_accuracy
+from stopmim.evals.linear import linear_probe
 from stopmim.evals.results import Result, wilson_interval
 from stopmim.insight.report.page import write_report
 from stopmim.method.build import build, configure

@@ -1,12 +1,13 @@
-"""What a frozen encoder knows: features, one file per protocol, the suite, comparisons."""
+"""Evaluation of frozen encoders: features, protocols, the suite, comparisons."""
 
 from importlib import import_module
 from typing import Any
 
-_PROTOCOLS = ("finetune", "knn", "linear", "lowshot", "tracking")
+_LAZY = ("finetune", "knn", "linear", "lowshot", "tracking")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PROTOCOLS:
-        return import_module(f"stopmim.evals.protocols.{name}")
+    """Imports a protocol's functions on first use: ``stopmim.evals.lowshot.fit_logistic``."""
+    if name in _LAZY:
+        return import_module(f"stopmim.evals.{name}")
     raise AttributeError(f"module 'stopmim.evals' has no attribute {name!r}")

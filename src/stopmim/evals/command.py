@@ -13,6 +13,7 @@ from stopmim.data.subset import Subset, underlying
 from stopmim.data.videos import Year
 from stopmim.evals import table
 from stopmim.evals.compare import compare
+from stopmim.evals.finetune import RECIPES, finetune
 from stopmim.evals.inputs import (
     choose_labels,
     middle,
@@ -22,13 +23,12 @@ from stopmim.evals.inputs import (
     paired_labels,
     untrained,
 )
-from stopmim.evals.protocols.finetune import RECIPES, finetune
-from stopmim.evals.protocols.linear import Selection
-from stopmim.evals.protocols.lowshot import listed, per_class
-from stopmim.evals.protocols.tracking import Tracking
+from stopmim.evals.linear import Selection
+from stopmim.evals.lowshot import listed, per_class
 from stopmim.evals.recipes import OWN, TASKS
 from stopmim.evals.results import Result
 from stopmim.evals.suite import PROTOCOLS, Options, beside_untrained, measure_videos, suite
+from stopmim.evals.tracking import Tracking
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer
 

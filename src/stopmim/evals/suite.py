@@ -19,12 +19,12 @@ from stopmim.data.videos import Year, open_videos
 from stopmim.evals import cache
 from stopmim.evals.features import frozen, rankme
 from stopmim.evals.inputs import choose_labels, middle, paired_labels, untrained
-from stopmim.evals.protocols.knn import KS, choose_k, knn_predict
-from stopmim.evals.protocols.linear import Selection, probes, solve
-from stopmim.evals.protocols.lowshot import LAMBDA, classify, listed, per_class
-from stopmim.evals.protocols.tracking import Tracking, track
+from stopmim.evals.knn import KS, choose_k, knn_predict
+from stopmim.evals.linear import Selection, probes, solve
+from stopmim.evals.lowshot import LAMBDA, classify, listed, per_class
 from stopmim.evals.recipes import OWN, Recipe
 from stopmim.evals.results import Result, accuracy
+from stopmim.evals.tracking import Tracking, track
 from stopmim.evals.views import LOWSHOT, TrainView, View
 from stopmim.method.encoder import Encoder, VisionTransformer
 

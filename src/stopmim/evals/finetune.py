@@ -25,7 +25,7 @@ from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import paired_labels
-from stopmim.evals.protocols.linear import Selection
+from stopmim.evals.linear import Selection
 from stopmim.evals.randaugment import rand_augment
 from stopmim.evals.results import Result, accuracy
 from stopmim.evals.views import FINETUNE, View

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stopmim.base.random_keys import torch_generator
 from stopmim.evals.heads import Head, grid, train_heads
-from stopmim.evals.protocols.lowshot import fit_logistic, standardise
+from stopmim.evals.lowshot import fit_logistic, standardise
 from stopmim.evals.recipes import OWN, Recipe
 from stopmim.evals.results import wilson_interval
 
