@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from helpers import seeded
 from stopmim.base.random_keys import torch_generator
-from stopmim.evals.heads import Head, grid, train_heads
-from stopmim.evals.linear import held_out, probes, solve
+from stopmim.evals.heads import Head, Split, grid, train_heads
+from stopmim.evals.linear import probes, selection_split, solve
 from stopmim.evals.recipes import OWN, TASKS, Recipe
+from stopmim.evals.results import Reading
 from stopmim.method.encoder import VisionTransformer
 
 SHORT = Recipe(3, batch_size=32, lr=0.1, lr_factors=(1.0, 0.1), weight_decays=(5e-4, 0.0))
@@ -36,10 +37,10 @@ def planted(n: int, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_a_grid_of_heads_trained_together_equals_each_trained_alone(recipe: Recipe) -> None:
     (x, y), (test_x, test_y) = planted(100), planted(400, seed=1)
     heads = grid(recipe, (1, 4))
-    together = train_heads(heads, recipe, [x], y, test_x, test_y, width=WIDTH)
+    together = train_heads(heads, recipe, Split([x], y, test_x, test_y, WIDTH))
     assert len(heads) == len(set(heads)) == 4 * len(recipe.lr_factors) * len(recipe.weight_decays)
     for i, head in enumerate(heads):
-        alone = train_heads([head], recipe, [x], y, test_x, test_y, width=WIDTH)
+        alone = train_heads([head], recipe, Split([x], y, test_x, test_y, WIDTH))
         assert torch.equal(alone.correct[:, 0], together.correct[:, i]), head
         assert torch.equal(alone.predicted[0], together.predicted[i]), head
 
@@ -91,7 +92,7 @@ def test_a_head_is_what_torch_modules_trained_one_by_one_become(recipe: Recipe, 
     eps = {"bn": 1e-5, "fixed bn": 1e-6}
     before = [] if norm == "none" else [nn.BatchNorm1d(24, eps=eps[norm], affine=norm == "bn")]
     module = reference(head, recipe, x, y, nn.Sequential(*before, linear))
-    found = train_heads([head], recipe, [x], y, test_x, test_y, width=WIDTH)
+    found = train_heads([head], recipe, Split([x], y, test_x, test_y, WIDTH))
     with torch.no_grad():
         logits = module(test_x)
     assert torch.equal(found.predicted[0], logits.argmax(dim=1))
@@ -104,7 +105,7 @@ def test_epoch_e_sees_view_e_modulo_their_number() -> None:
     heads = grid(recipe, (1,))
 
     def last(*views: Tensor) -> Tensor:
-        return train_heads(heads, recipe, views, y, test_x, test_y, width=WIDTH).correct
+        return train_heads(heads, recipe, Split(views, y, test_x, test_y, WIDTH)).correct
 
     assert torch.equal(last(x, other)[0], last(x)[0])
     assert not torch.equal(last(x, other)[1], last(x)[1])
@@ -114,31 +115,29 @@ def test_epoch_e_sees_view_e_modulo_their_number() -> None:
 def test_half_precision_features_give_the_same_heads_up_to_their_rounding() -> None:
     (x, y), (test_x, test_y) = planted(200), planted(1000, seed=1)
     heads = grid(SHORT, (1, 4))
-    full = train_heads(heads, SHORT, [x], y, test_x, test_y, width=WIDTH)
-    half = train_heads(heads, SHORT, [x.half()], y, test_x.half(), test_y, width=WIDTH)
+    full = train_heads(heads, SHORT, Split([x], y, test_x, test_y, WIDTH))
+    half = train_heads(heads, SHORT, Split([x.half()], y, test_x.half(), test_y, WIDTH))
     assert (full.predicted == half.predicted).float().mean() > 0.995
 
 
 def test_a_last_batch_of_one_is_no_failure() -> None:
     x, y = planted(33)
-    found = train_heads(grid(SHORT, (1,)), SHORT, [x], y, x[:1], y[:1], width=WIDTH)
+    found = train_heads(grid(SHORT, (1,)), SHORT, Split([x], y, x[:1], y[:1], WIDTH))
     assert found.predicted.shape == (8, 1)
 
 
 def test_classes_that_train_lacks_count_as_wrong() -> None:
     (x, y), (test_x, test_y) = planted(300), planted(1000, seed=1)
     known = y < 2
-    found = train_heads(
-        [Head(1, "bn", 1.0, 0.0)], Recipe(10, lr=0.5, batch_size=32), [x[known]], y[known], test_x,
-        test_y, width=WIDTH,
-    )  # fmt: skip
+    split = Split([x[known]], y[known], test_x, test_y, WIDTH)
+    found = train_heads([Head(1, "bn", 1.0, 0.0)], Recipe(10, lr=0.5, batch_size=32), split)
     assert int(found.correct[-1, 0]) == pytest.approx(int((test_y < 2).sum()), abs=20)
 
 
 def test_labels_of_one_class_are_refused() -> None:
     x, y = planted(20)
     with pytest.raises(ValueError, match="all 20 labels are 0: there is nothing to separate"):
-        train_heads(grid(SHORT, (1,)), SHORT, [x], y * 0, x, y, width=WIDTH)
+        train_heads(grid(SHORT, (1,)), SHORT, Split([x], y * 0, x, y, WIDTH))
 
 
 # ------------------------------------------------------------------------------ recipes
@@ -208,10 +207,9 @@ def test_batch_norm_decays_for_class_tokens_alone() -> None:
 
 def test_both_readings_find_planted_labels_and_say_what_they_chose() -> None:
     (x, y), (test_x, test_y) = planted(600), planted(1000, seed=1)
-    found = probes(
-        [x], y, test_x, test_y, width=WIDTH, recipe=OWN, selections=("held-out", "paper")
-    )
-    assert [(p.selection, p.head.layers) for p in found] == [
+    split = Split([x], y, test_x, test_y, WIDTH)
+    found = probes(split, OWN, readings=("held-out", "paper"))
+    assert [(p.reading, p.head.layers) for p in found] == [
         ("held-out", 1), ("held-out", 4), ("paper", 1), ("paper", 4),
     ]  # fmt: skip
     for probe in found:
@@ -225,7 +223,7 @@ def test_both_readings_find_planted_labels_and_say_what_they_chose() -> None:
 def test_labels_that_have_nothing_to_do_with_the_features_are_told_at_chance() -> None:
     (x, y), (test_x, test_y) = planted(400), planted(3000, seed=1)
     x, test_x = torch.randn(x.shape, generator=seeded(5)), torch.randn(test_x.shape)
-    for probe in probes([x], y, test_x, test_y, width=WIDTH, recipe=SHORT):
+    for probe in probes(Split([x], y, test_x, test_y, WIDTH), SHORT):
         assert float(probe.correct.float().mean()) == pytest.approx(0.25, abs=0.04)
 
 
@@ -233,16 +231,8 @@ def test_a_held_out_choice_does_not_depend_on_test_and_the_papers_does() -> None
     (x, y), (test_x, test_y) = planted(80), planted(300, seed=1)
     x, test_x = x + torch.randn(x.shape, generator=seeded(3)) * 2, test_x.flip(1)
 
-    def heads(labels: Tensor, selection: str) -> list[Head]:
-        found = probes(
-            [x],
-            y,
-            test_x,
-            labels,
-            width=WIDTH,
-            recipe=SHORT,
-            selections=(selection,),  # type: ignore[arg-type]
-        )
+    def heads(labels: Tensor, reading: Reading) -> list[Head]:
+        found = probes(Split([x], y, test_x, labels, WIDTH), SHORT, readings=(reading,))
         return [probe.head for probe in found]
 
     others = [(test_y + i) % 4 for i in range(4)]
@@ -252,10 +242,10 @@ def test_a_held_out_choice_does_not_depend_on_test_and_the_papers_does() -> None
 
 def test_the_held_out_number_is_of_the_chosen_head_trained_on_all_of_train() -> None:
     (x, y), (test_x, test_y) = planted(200), planted(500, seed=1)
-    (probe,) = probes([x], y, test_x, test_y, width=WIDTH, recipe=SHORT, layers=(1,))
-    again = train_heads([probe.head], SHORT, [x], y, test_x, test_y, width=WIDTH)
+    (probe,) = probes(Split([x], y, test_x, test_y, WIDTH), SHORT, layers=(1,))
+    again = train_heads([probe.head], SHORT, Split([x], y, test_x, test_y, WIDTH))
     assert torch.equal(probe.correct, again.predicted[0] == test_y)
-    held, rest = held_out(y, 0)
+    held, rest = selection_split(y, 0)
     assert len(held) == 40
     assert sorted([*held.tolist(), *rest.tolist()]) == list(range(200))
 
@@ -264,7 +254,7 @@ def test_a_class_of_one_sample_is_never_held_out() -> None:
     y = torch.zeros(50, dtype=torch.long)
     y[7] = 1
     for seed in range(20):
-        held, rest = held_out(y, seed)
+        held, rest = selection_split(y, seed)
         assert 7 in rest.tolist()
         assert sorted([*held.tolist(), *rest.tolist()]) == list(range(50))
 
@@ -272,23 +262,21 @@ def test_a_class_of_one_sample_is_never_held_out() -> None:
 def test_heads_for_augmented_views_are_chosen_on_plain_ones() -> None:
     """The views of held-out samples show another class: there, a head that learned is the worst."""
     (x, y), (test_x, test_y) = planted(400), planted(300, seed=1)
-    held, rest = held_out(y, 0)
+    held, rest = selection_split(y, 0)
     twisted = x.clone()
     for i in held.tolist():
         twisted[i] = x[next(j for j in rest.tolist() if y[j] == (y[i] + 1) % 4)]
     recipe = Recipe(5, batch_size=32, lr=1.0, lr_factors=(1e-9, 1.0), norms=("none",))
     for plain, chosen in ((x, 1.0), (None, 1e-9)):
-        (probe,) = probes(
-            [twisted], y, test_x, test_y, width=WIDTH, recipe=recipe, layers=(1,), plain=plain
-        )
+        split = Split([twisted], y, test_x, test_y, WIDTH)
+        (probe,) = probes(split, recipe, layers=(1,), plain=plain)
         assert probe.head.lr == chosen
 
 
 def test_an_encoder_of_two_blocks_has_a_last_two_and_no_last_four() -> None:
     (x, y), (test_x, test_y) = planted(100), planted(100, seed=1)
-    found = probes(
-        [x[:, -2 * WIDTH :]], y, test_x[:, -2 * WIDTH :], test_y, width=WIDTH, recipe=SHORT
-    )
+    split = Split([x[:, -2 * WIDTH :]], y, test_x[:, -2 * WIDTH :], test_y, WIDTH)
+    found = probes(split, SHORT)
     assert [probe.head.layers for probe in found] == [1, 2]
 
 
@@ -296,5 +284,5 @@ def test_the_papers_reading_of_a_solved_probe_is_never_below_the_held_out_one() 
     (x, y), (test_x, test_y) = planted(60), planted(500, seed=1)
     x = x + torch.randn(x.shape, generator=seeded(3))
     held, _ = solve(x, y, test_x, test_y)
-    paper, _ = solve(x, y, test_x, test_y, selection="paper")
+    paper, _ = solve(x, y, test_x, test_y, reading="paper")
     assert paper.sum() >= held.sum()

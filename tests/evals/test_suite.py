@@ -24,7 +24,6 @@ from stopmim import Run, pretrain
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.probe import bench_probe
-from stopmim.cli import evaluate as cli_eval
 from stopmim.cli import main
 from stopmim.data.index_cache import folder
 from stopmim.data.sources.open import open_images
@@ -43,14 +42,15 @@ from stopmim.evals.finetune import (
     mix,
     rate,
 )
-from stopmim.evals.inputs import open_encoder, open_pair, paired_labels, untrained
+from stopmim.evals.inputs import Inputs, open_encoder, open_pair, paired_labels, untrained
 from stopmim.evals.knn import choose_k, knn_predict
-from stopmim.evals.lowshot import classify, listed, per_class
+from stopmim.evals.lowshot import classify, find_named, per_class
+from stopmim.evals.protocols import Finetune, Knn, Linear, Lowshot, Protocol, RankMe, VideoTracking
 from stopmim.evals.randaugment import ALL, rand_augment
-from stopmim.evals.recipes import TASKS
-from stopmim.evals.results import Result
-from stopmim.evals.suite import Options, measure, measure_videos, suite
-from stopmim.evals.tracking import Tracking
+from stopmim.evals.recipes import TASKS, TaskName
+from stopmim.evals.request import ImageRequest
+from stopmim.evals.results import Measured, Result
+from stopmim.evals.suite import measure, suite
 from stopmim.evals.views import TrainView, View
 from stopmim.method.build import build, configure
 from stopmim.method.encoder import VisionTransformer
@@ -61,14 +61,14 @@ COLOURS = np.array([[150, 0, 0], [0, 150, 0], [0, 0, 150], [150, 150, 150]], np.
 
 
 class Coloured:
-    """Images whose colour says the class; `spread` of it is noise."""
+    """Images whose colour says the class, with `noise` of it at random."""
 
-    def __init__(self, n: int, seed: int = 0, classes: int = 4, spread: int = 20) -> None:
+    def __init__(self, n: int, seed: int = 0, classes: int = 4, noise: int = 20) -> None:
         rng = np.random.default_rng(seed)
         self.labels = {"class": rng.integers(classes, size=n)}
-        self.pixels = rng.integers(0, spread + 1, (n, 24, 30, 3), dtype=np.uint8)
+        self.pixels = rng.integers(0, noise + 1, (n, 24, 30, 3), dtype=np.uint8)
         self.pixels += COLOURS[self.labels["class"]][:, None, None]
-        self.fingerprint = f"coloured-{n}-{seed}-{classes}-{spread}"
+        self.fingerprint = f"coloured-{n}-{seed}-{classes}-{noise}"
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -160,26 +160,25 @@ def test_files_overwritten_by_others_of_their_size_are_asked_again(
     kind: str, tmp_path: Path
 ) -> None:
     """Uncompressed: the fingerprint, which is that of a run, knows names and sizes alone."""
-    first, second = Coloured(40, spread=90), Coloured(40, seed=1, spread=90)
+    first, second = Coloured(40, noise=90), Coloured(40, seed=1, noise=90)
     source = overwrite(kind, tmp_path / "images", first)
 
     def opened() -> Subset:
         """A subset of a subset, without two images."""
         return Subset(Subset(open_images(source), range(39)), range(38))
 
-    options, test = Options(few=5, protocols=("knn",)), Coloured(20, seed=2)
-    before, known = opened(), Planted()
+    test, before, known = Coloured(20, seed=2), opened(), Planted()
     features = frozen(known, before, View(24, 24))
-    (answer,) = measure(known, before, test, options)
+    (answer,) = measure(Inputs(known, before, test), [Knn()])
     known.calls.clear()
     assert torch.equal(frozen(known, opened(), View(24, 24)), features)
-    measure(known, opened(), test, options)
+    measure(Inputs(known, opened(), test), [Knn()])
     assert not known.calls
     overwrite(kind, tmp_path / "images", second)
     after = opened()
     assert after.fingerprint == before.fingerprint
     assert not torch.equal(frozen(known, after, View(24, 24)), features)
-    (other,) = measure(known, after, test, options)
+    (other,) = measure(Inputs(known, after, test), [Knn()])
     assert answer.correct is not None
     assert other.correct is not None
     assert not torch.equal(other.correct, answer.correct)
@@ -237,7 +236,7 @@ def test_a_cache_that_cannot_be_written_or_is_turned_off_is_no_failure(
 ) -> None:
     first = frozen(Planted(), Coloured(4), View(24, 24))
     (tmp_path / "file").write_text("mine")
-    for place, said in ((tmp_path / "file", "nothing is kept there"), ("", "")):
+    for place, said in ((tmp_path / "file", "cannot write to the cache"), ("", "")):
         monkeypatch.setenv("STOPMIM_CACHE", str(place))
         assert torch.equal(frozen(Planted(), Coloured(4), View(24, 24)), first)
         assert said in capsys.readouterr().err
@@ -276,7 +275,7 @@ def test_larger_and_oblong_images_than_the_encoder_was_made_for_have_features() 
 
 
 def test_random_views_are_drawn_by_seed_number_and_image() -> None:
-    view, encoder, images = TrainView(24), Planted(), Coloured(6, spread=50)
+    view, encoder, images = TrainView(24), Planted(), Coloured(6, noise=50)
     one, two = (frozen(encoder, images, view, draw=(0, i)) for i in range(2))
     assert not torch.equal(one, two)
     part = frozen(encoder, images, view, draw=(0, 1), batch_size=1)
@@ -286,10 +285,17 @@ def test_random_views_are_drawn_by_seed_number_and_image() -> None:
 # ------------------------------------------------------------------------------ protocols
 
 
-@pytest.mark.parametrize("recipe", [None, dataclasses.replace(TASKS["clevr_count"].recipe, lr=1.0)])
-def test_an_encoder_that_knows_the_class_scores_more_than_99_percent(recipe: Any) -> None:
-    options = Options(recipe=recipe, few=20, selections=("held-out", "paper"))
-    results = suite(Planted(), Coloured(200), Coloured(150, seed=1), options)
+@pytest.mark.parametrize("recipe", ["auto", "clevr_count"])
+def test_an_encoder_that_knows_the_class_scores_more_than_99_percent(
+    recipe: Literal["auto", "clevr_count"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = dataclasses.replace(TASKS["clevr_count"].recipe, lr=1.0)
+    monkeypatch.setitem(
+        TASKS, "clevr_count", dataclasses.replace(TASKS["clevr_count"], recipe=quick)
+    )
+    inputs = Inputs(Planted(), Coloured(200), Coloured(150, seed=1))
+    both = Linear("both", recipe=recipe)
+    results = suite(inputs, [Knn("both"), both, Lowshot(per_class=20), RankMe()])
     scores = [r for r in results if r.name == "accuracy"]
     assert {r.protocol.split()[0] for r in scores} == {"knn", "linear", "lowshot"}
     for result in scores:
@@ -302,53 +308,65 @@ def test_an_encoder_that_knows_the_class_scores_more_than_99_percent(recipe: Any
 
 
 def test_a_random_encoder_has_its_own_number_beside_it() -> None:
-    encoder = open_encoder(RANDOM)
-    options = Options(protocols=("knn", "rankme"), labels=("class",))
-    results = suite(encoder, Coloured(200, spread=100), Coloured(200, 1, spread=100), options)
+    images = Coloured(200, noise=100), Coloured(200, 1, noise=100)
+    inputs = Inputs(open_encoder(RANDOM), *images, labels=("class",))
+    results = suite(inputs, [Knn(), RankMe()])
     assert [r.protocol for r in results] == ["knn", "rankme"]
     for result in results:
         assert result.random_init == pytest.approx(result.value)
 
 
 def test_the_same_question_again_is_answered_from_the_cache() -> None:
-    encoder, options = Planted(), Options(few=5, selections=("held-out", "paper"))
-    train, test = Coloured(60), Coloured(40, seed=1)
-    first = measure(encoder, train, test, options)
+    encoder, train, test = Planted(), Coloured(60), Coloured(40, seed=1)
+
+    def ask(per_class: int = 5) -> list[Measured]:
+        protocols = [Knn("both"), Linear("both"), Lowshot(per_class=per_class), RankMe()]
+        return measure(Inputs(encoder, train, test), protocols)
+
+    first = ask()
     encoder.calls.clear()
-    again = measure(encoder, train, test, options)
+    again = ask()
     assert not encoder.calls
     assert [m.result for m in again] == [m.result for m in first]
     for a, b in zip(first, again, strict=True):
         assert (a.correct is None) == (b.correct is None)
         assert a.correct is None or b.correct is None or torch.equal(a.correct, b.correct)
-    assert measure(encoder, train, test, Options(few=6))[-2].result.train == 24  # another question
+    assert ask(6)[-2].result.train == 24  # another question
     train.labels["class"] = train.labels["class"][::-1].copy()
-    assert measure(encoder, train, test, options)[0].result != first[0].result
+    assert ask()[0].result != first[0].result
 
 
 @pytest.mark.parametrize(
     ("file", "changed"),
     [
-        ("data/decode.py", {"frozen", "measure", "measure_videos"}),
-        ("data/sources/scenes.py", {"frozen", "measure", "measure_videos"}),
-        ("data/videos.py", {"frozen", "measure", "measure_videos"}),
-        ("evals/protocols/knn.py", {"measure", "measure_videos"}),
+        ("data/decode.py", {"features", "images", "videos"}),
+        ("data/sources/scenes.py", {"features", "images", "videos"}),
+        ("data/videos.py", {"features", "images", "videos"}),
+        ("method/encoder.py", {"features", "images", "videos"}),
+        ("gpu/attention.py", {"features", "images", "videos"}),
+        ("weights/formats/data2vec.py", {"features", "images", "videos"}),
+        ("base/random_keys.py", {"features", "images", "videos"}),
+        ("evals/views.py", {"features", "images", "videos"}),
+        ("evals/features.py", {"features", "images", "videos"}),
+        ("evals/knn.py", {"images", "videos"}),
+        ("evals/protocols/knn.py", {"images", "videos"}),
+        ("health/measure.py", {"images", "videos"}),
         ("train/loop.py", set()),
+        ("base/console.py", set()),
     ],
 )
 def test_what_other_code_found_is_found_again(
     file: str, changed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = tmp_path / "stopmim"
-    for package in ("data", "evals"):
-        shutil.copytree(Path(cache.__file__).parents[1] / package, ours / package)
+    shutil.copytree(Path(cache.__file__).parents[1], ours)
     monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
     encoder, images = open_encoder(RANDOM), Coloured(20)
-    options = Options(("knn",), videos="scenes:1:32", tracking=Tracking(size=48))
+    inputs, tracking = Inputs(encoder, images, images), VideoTracking(videos="scenes:1:32")
     asked: dict[str, Callable[[], object]] = {
-        "frozen": lambda: frozen(encoder, images, View(24, 24)),
-        "measure": lambda: measure(encoder, images, images, options),
-        "measure_videos": lambda: measure_videos(encoder, options),
+        "features": lambda: frozen(encoder, images, View(24, 24)),
+        "images": lambda: measure(inputs, [Knn()]),
+        "videos": lambda: measure(Inputs(encoder), [tracking]),
     }
 
     def new() -> set[str]:
@@ -393,10 +411,10 @@ def test_few_labels_are_n_of_each_class_by_the_seed(n: int) -> None:
 def test_a_list_of_names_finds_its_images_in_any_folder(tmp_path: Path) -> None:
     names = tmp_path / "1percent.txt"
     names.write_text("007.png\nelsewhere/003.png\n\n007.png\n")
-    assert listed(Coloured(10), names) == [3, 7]
+    assert find_named(Coloured(10), names) == [3, 7]
     names.write_text("007.png\n099.png\n")
     with pytest.raises(DataError, match=r"1percent.txt: not among the 10 training images: 099.png"):
-        listed(Coloured(10), names)
+        find_named(Coloured(10), names)
 
 
 def test_the_released_reading_standardises_test_features_among_themselves() -> None:
@@ -415,15 +433,15 @@ def test_test_classes_go_by_name_and_not_by_number() -> None:
     for part in (train, Subset(train, range(4))):
         _, test_y = paired_labels(part, test, "class")
         assert test_y.tolist() == (test.labels["class"] + 1).tolist()
-    options = Options(protocols=("knn",))
-    (shifted,) = measure(Planted(), train, test, options)
+    (shifted,) = measure(Inputs(Planted(), train, test), [Knn()])
     test.classes = train.classes  # type: ignore[attr-defined]
-    (straight,) = measure(Planted(), train, test, options)  # the same numbers mean others
+    (straight,) = measure(Inputs(Planted(), train, test), [Knn()])  # equal numbers, other classes
     assert straight.result.value > shifted.result.value
 
 
 def test_as_many_labels_are_noted_as_there_were() -> None:
-    (found,) = suite(Planted(), Coloured(20), Coloured(40, seed=1), Options(("lowshot",), few=1000))
+    inputs = Inputs(Planted(), Coloured(20), Coloured(40, seed=1))
+    (found,) = suite(inputs, [Lowshot(per_class=1000)])
     assert f"{np.bincount(Coloured(20).labels['class']).max()}/class" in str(found.setting)
 
 
@@ -431,11 +449,11 @@ def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     few = Coloured(Planted().width)
-    assert suite(Planted(), Coloured(20), few, Options(protocols=("rankme",))) == []
+    assert suite(Inputs(Planted(), Coloured(20), few), [RankMe()]) == []
     assert "rankme: left out, " in capsys.readouterr().err
     encoder = VisionTransformer(24, 6, 48, 1, 3)
     for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
-        assert suite(encoder, Coloured(20), few, Options(protocols=("rankme",))) == []
+        assert suite(Inputs(encoder, Coloured(20), few), [RankMe()]) == []
         assert capsys.readouterr().err.count("rankme: left out, ") == 1
 
 
@@ -449,7 +467,7 @@ def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
 )
 def test_what_cannot_be_asked_is_one_line(train: Any, test: Any, labels: Any, said: str) -> None:
     with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*$"):
-        suite(open_encoder(RANDOM), train, test, Options(labels=labels))
+        suite(Inputs(open_encoder(RANDOM), train, test, labels))
 
 
 def test_the_twin_of_an_encoder_is_untrained_and_the_same_every_time() -> None:
@@ -501,16 +519,17 @@ def test_an_encoder_that_knows_is_better_than_one_that_does_not_and_equal_to_its
         def features(self, images: Tensor, layers: int = 1, pool: str = "mean") -> Tensor:
             return torch.randn(len(images), 3 * layers, generator=torch.Generator().manual_seed(0))
 
-    train, test = Coloured(80), Coloured(60, seed=1)
-    options = Options(protocols=("knn", "lowshot"), few=5)
-    for found in compare(Blind(), Planted(), train, test, options):
+    images = Coloured(80), Coloured(60, seed=1)
+    blind, planted = (Inputs(encoder, *images) for encoder in (Blind(), Planted()))
+    protocols: list[Protocol] = [Knn(), Lowshot(per_class=5)]
+    for found in compare(blind, planted, protocols):
         assert found.difference > 0.5
         assert found.interval[0] > 0.3
         assert found.p < 1e-6
-    for found in compare(Planted(), Planted(), train, test, options):
+    for found in compare(planted, planted, protocols):
         assert (found.difference, found.interval, found.p) == (0.0, (0.0, 0.0), 1.0)
     with pytest.raises(UserError, match="none of these protocols answers image by image"):
-        compare(Planted(), Planted(), train, test, Options(protocols=("rankme",)))
+        compare(planted, planted, [RankMe()])
 
 
 # ------------------------------------------------------------------------------ fine-tuning
@@ -563,15 +582,8 @@ def test_fine_tuning_learns_leaves_the_encoder_alone_and_is_the_same_again() -> 
         images.pixels[:] = stripes[images.labels["class"]]
 
     def run(recipe: Tuning) -> list[Result]:
-        return finetune(
-            encoder,
-            train,
-            test,
-            "class",
-            recipe,
-            view=View(24, 24),
-            selections=("held-out", "paper"),
-        )
+        inputs = Inputs(encoder, train, test)
+        return finetune(inputs, train, "class", recipe, ("held-out", "paper"))
 
     last, best = run(recipe)
     assert last.value > 0.75
@@ -611,15 +623,8 @@ def test_in_half_precision_gradients_are_scaled(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     train = Coloured(64)
-    finetune(
-        encoder,
-        train,
-        train,
-        "class",
-        Tuning(epochs=1, batch_size=64),
-        view=View(24, 24),
-        precision=torch.float16,
-    )
+    inputs = Inputs(encoder, train, train, precision=torch.float16)
+    finetune(inputs, train, "class", Tuning(epochs=1, batch_size=64))
     assert zeros[0] < 0.1
 
 
@@ -687,7 +692,7 @@ def test_tables_are_aligned_escaped_and_complete(tmp_path: Path) -> None:
         "train",
     ]
     assert lines[0].index("value") + 1 == lines[1].index("50.0")
-    page = table.write(tmp_path, RESULTS, "What <x> knows", {"encoder": "a&b"})
+    page = table.write_pages(tmp_path, RESULTS, "What <x> knows", {"encoder": "a&b"})
     text = page.read_text()
     assert "&lt;b&gt;count|" in text
     assert "<b>count" not in text
@@ -703,7 +708,7 @@ def test_tables_are_aligned_escaped_and_complete(tmp_path: Path) -> None:
 
 
 def test_scenes_are_tested_on_the_next_seed() -> None:
-    train, test = open_pair("scenes:6:24:3", None, None, open_encoder(RANDOM))
+    train, test = open_pair(open_encoder(RANDOM), ImageRequest(data="scenes:6:24:3"))
     assert (str(train), str(test)) == ("scenes:6:24:3", "scenes:6:24:4")
     assert isinstance(train, Scenes)
 
@@ -794,9 +799,17 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
         ("eval knn {random} --data scenes:9:24 --size 0", 2, "--size 0: expected 1 or more"),
         ("eval tracking {random} --video-size 0", 2, "--video-size 0: expected 1 or more"),
         ("eval linear {random} --views -1", 2, "--views -1: expected 0 or more"),
-        ("eval finetune {random} --data scenes:99:24 --epochs 0", 2, "epochs must be 1 or more"),
-        ("eval finetune {random} --data scenes:99:24 --batch-size 0", 2, "batch_size must be 1"),
-        ("eval finetune {random} --data scenes:99:24 --lr -1", 2, "lr must be 0 or more, got -1"),
+        (
+            "eval finetune {random} --data scenes:99:24 --epochs 0",
+            2,
+            "--epochs 0: expected 1 or more",
+        ),
+        (
+            "eval finetune {random} --data scenes:99:24 --batch-size 0",
+            2,
+            "--batch-size 0: expected 1",
+        ),
+        ("eval finetune {random} --data scenes:99:24 --lr -1", 2, "--lr -1.0: expected 0 or more"),
         ("eval knn nowhere.pth", 4, "no such file"),
         ("eval linear {random} --recipe mine", 2, "invalid choice 'mine'"),
         ("eval knn {random} --data scenes:9:24 --out {tmp}/file/x", 5, "cannot write here"),
@@ -815,9 +828,10 @@ def test_a_mistake_is_one_line(
 
 
 def test_recipes_of_the_command_line_are_those_there_are() -> None:
-    assert {*get_args(cli_eval.RecipeName)} == {"auto", "own", *TASKS}
-    types = {field.name: field.type for field in dataclasses.fields(cli_eval.Finetune)}
-    assert {*get_args(types["recipe"])} == {*RECIPES}
+    assert {*get_args(TaskName)} == {*TASKS}
+    for protocol, names in ((Linear, {"auto", "own", *TASKS}), (Finetune, {*RECIPES})):
+        types = {field.name: field.type for field in dataclasses.fields(protocol)}
+        assert {*get_args(types["recipe"])} == names
 
 
 def test_help_of_evaluations_does_not_load_torch() -> None:

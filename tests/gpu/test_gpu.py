@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stopmim.data.loading import loader
 from stopmim.data.sources.scenes import Scenes
-from stopmim.evals.heads import grid, train_heads
+from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.recipes import OWN, TASKS, Recipe
 from stopmim.gpu.attention import attend
 from stopmim.gpu.cuda_graphs import CudaGraphs
@@ -215,11 +215,9 @@ def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Re
     x = torch.randn(600, 16, generator=generator) + torch.randn(5, 16, generator=generator)[y]
     short = dataclasses.replace(recipe, epochs=3, batch_size=64)  # and a last batch of 16
     heads = grid(short, [1, 2])
+    split = Split([x[:400]], y[:400], x[400:], y[400:], 8)
     found = [
-        train_heads(
-            heads, short, [x[:400]], y[:400], x[400:], y[400:], width=8, device=device, tf32=False
-        )
-        for device in ("cuda", "cpu")
+        train_heads(heads, short, split, device=device, tf32=False) for device in ("cuda", "cpu")
     ]
     right = [one.correct.double() / 200 for one in found]
     assert (right[0] - right[1]).abs().max() < 0.03

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench.timing import machine, record_lines
-from stopmim.evals.heads import grid, train_heads
+from stopmim.bench.step import machine, written
+from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.lowshot import LAMBDA, fit_logistic, standardise
 from stopmim.evals.recipes import Recipe
 
@@ -95,7 +95,7 @@ def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, 
     for tf32 in (True, False) if device.type == "cuda" else (False,):
         seconds, found = _timed(
             partial(
-                train_heads, grid(GRID, (1,)), GRID, [train], y[:n], test, y[n:], width=d,
+                train_heads, grid(GRID, (1,)), GRID, Split([train], y[:n], test, y[n:], d),
                 device=device, tf32=tf32,
             )
         )  # fmt: skip

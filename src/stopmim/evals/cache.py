@@ -1,8 +1,8 @@
-"""What was computed before: features, and answers made of them.
+"""Cache on disk for features, and for the answers of protocols.
 
-Files lie where indexes of images do, see data/cache.py. A name is the hash of all that went in. A
-file is written aside and renamed, and has its own hash in it: a damaged one is computed again. Any
-of them may be deleted.
+Files lie next to the indexes of images, see data/index_cache.py. A file is named by the hash of
+everything it depends on, is written to a temporary name and renamed, and contains its own hash:
+damaged files are computed again. Any of them may be deleted.
 """
 
 import contextlib
@@ -21,14 +21,22 @@ from stopmim.data.images import Images
 from stopmim.data.index_cache import folder
 from stopmim.data.stamps import stamp
 
+# Code, under src/stopmim, that features and answers depend on. A protocol does not change features.
+ENCODERS = ("gpu", "method", "weights/formats")
+FEATURES = (*ENCODERS, "data", "base/random_keys.py", "evals/features.py", "evals/views.py")
+ANSWERS = (
+    *(*ENCODERS, "data", "evals", "base/random_keys.py", "base/schedules.py"),
+    *("config/architectures.py", "health"),
+)
+
 
 def key(*parts: object) -> str:
-    """A name for what depends on `parts`, which must have a `repr` that tells them apart."""
+    """Hash of `parts`, whose `repr` must tell them apart."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def of_encoder(encoder: nn.Module) -> str:
-    """Changes with any weight, and with any plain value that a module is built from."""
+    """Hash of all weights, and of every plain value that a module is built from."""
     digest = hashlib.sha256()
     for name, module in encoder.named_modules():
         plain = {
@@ -44,33 +52,31 @@ def of_encoder(encoder: nn.Module) -> str:
 
 
 def of_images(images: Images, labels: Sequence[str] = ()) -> str:
-    """Changes with the images, if only their files were written anew, and with these labels."""
+    """Hash of the images, which changes if their files are rewritten, and of these labels."""
     about = (images.fingerprint, stamp(images), len(images))
     if not labels:
         return key(about)
-    classes = getattr(images, "classes", [])  # by which numbers of two parts are paired
+    classes = getattr(images, "classes", [])  # pair the numbers of both parts
     return key(about, classes, *((name, images.labels[name].tobytes()) for name in labels))
 
 
-def of_code(*packages: str) -> str:
-    """Changes with these of our packages: what an older version found is not taken for ours.
-
-    Answers depend on "evals" and "data": protocols, and what is read, drawn and cropped for them.
-    """
-    digest = hashlib.sha256()
-    for package in packages:
-        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
-            digest.update(path.read_bytes())
+def of_code(*parts: str) -> str:
+    """Hash of these files and folders of the package: other code has other results."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for part in parts:
+        path = root / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def load(kind: str, key: str) -> tuple[dict[str, Tensor], str] | None:
-    """The tensors and the text stored under `key`; None if there are none, or damaged ones."""
+    """Tensors and text stored under `key`; None if there are none or they are damaged."""
     if (path := _path(kind, key)) is None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            # keys() is no dictionary's: a plain `in file` would not do
+            # Not a dictionary: `in file` alone does not work.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             about = file.metadata() or {}
     except (OSError, SafetensorError, KeyError):
@@ -80,6 +86,7 @@ def load(kind: str, key: str) -> tuple[dict[str, Tensor], str] | None:
 
 
 def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> None:
+    """Stores tensors and text; a cache that cannot be written is only worth a warning."""
     if (path := _path(kind, key)) is None:
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -87,10 +94,10 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
         os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # a cache may fail; an evaluation need not
+    except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        warn(f"{path.parent}: nothing is kept there for the next time: {error}")
+        warn(f"{path.parent}: cannot write to the cache: {error}")
 
 
 def _path(kind: str, key: str) -> Path | None:
@@ -107,6 +114,6 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    # As bytes: numpy has no bfloat16.
+    # As bytes, since numpy has no bfloat16.
     flat = tensor.detach().cpu().contiguous().flatten()
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,6 +1,7 @@
-"""Two encoders on the same test images: is one better, or were its images easier?"""
+"""Paired comparison of two encoders on the same test images."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,16 +10,18 @@ from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Images
-from stopmim.evals.suite import Measured, Options, measure
-from stopmim.method.encoder import Encoder
+from stopmim.evals.inputs import Inputs
+from stopmim.evals.protocols import image_by_image
+from stopmim.evals.protocols.protocol import Protocol
+from stopmim.evals.results import Measured
+from stopmim.evals.suite import measure
 
 RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One protocol, asked of two encoders. What differs between seeds of training is not in it."""
+    """One protocol on two encoders; variation over training seeds is not included."""
 
     protocol: str
     label: str
@@ -26,7 +29,7 @@ class Comparison:
     a: float
     b: float
     interval: tuple[float, float]  # 95 %, of b - a, over test images
-    p: float  # of a split at least as uneven, were they equally good
+    p: float  # McNemar's: probability of a split at least as uneven if both were equally good
     n: int
 
     @property
@@ -39,13 +42,13 @@ class Comparison:
         return {"name": "difference", **fields, "value": self.difference}
 
 
-def compare(
-    a: Encoder, b: Encoder, train: Images, test: Images, options: Options | None = None
-) -> list[Comparison]:
-    """Every protocol that answers image by image, with a paired test of B against A."""
-    options = options or Options()
-    first, second = (measure(encoder, train, test, options) for encoder in (a, b))
-    found = _pairs(first, second, options.seed)
+def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Comparison]:
+    """Compares two encoders on the same images by a paired test of B against A.
+
+    By default by all protocols that answer image by image: k-NN, linear, low-shot.
+    """
+    protocols = [kind() for kind in image_by_image()] if protocols is None else protocols
+    found = _pairs(measure(a, protocols), measure(b, protocols), a.seed)
     if not found:
         raise UserError("eval compare: none of these protocols answers image by image")
     return found
@@ -61,7 +64,7 @@ def _pairs(first: list[Measured], second: list[Measured], seed: int) -> list[Com
 
     ours, theirs = by_key(first), by_key(second)
     found = []
-    for key in (key for key in ours if key in theirs):  # an encoder of two blocks has no "last 4"
+    for key in (key for key in ours if key in theirs):  # two blocks have no "last 4"
         a, b = ours[key], theirs[key]
         only_a, only_b, n = int((a & ~b).sum()), int((b & ~a).sum()), len(a)
         found.append(
@@ -80,7 +83,7 @@ def _pairs(first: list[Measured], second: list[Measured], seed: int) -> list[Com
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided exact p: of the images that one alone told right, half should be A's."""
+    """Two-sided exact p-value; of images that only one gets right, half should be A's."""
     n, fewer = only_a + only_b, min(only_a, only_b)
     logs = (
         math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2)
@@ -90,9 +93,9 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def bootstrap(only_a: int, only_b: int, n: int, seed: int) -> tuple[float, float]:
-    """95 % of the differences of accuracy over images drawn again, in pairs.
+    """95 % bootstrap interval of the difference in accuracy, over pairs of answers.
 
-    Only how many of each kind are drawn counts, and that is multinomial.
+    Only the number of pairs of each kind matters, and it is multinomial.
     """
     share = [only_a / n, only_b / n, (n - only_a - only_b) / n]
     drawn = numpy_generator("compare", seed).multinomial(n, share, size=RESAMPLES)

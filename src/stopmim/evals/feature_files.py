@@ -1,4 +1,4 @@
-"""Features as a file: one row per image, for scikit-learn, pandas or a search index."""
+"""Features in a file, one row per image, for scikit-learn, pandas or a search index."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from stopmim.method.encoder import Encoder
 from stopmim.weights.load import load_encoder
 
 
-def write_features(
+def write_features(  # ten parameters: one per option of `stopmim features`
     data: str | Path | Images,
     encoder: str | Path | Encoder,
     out: str | Path,
@@ -36,16 +36,16 @@ def write_features(
     Args:
         data: a source of images (docs/data.md).
         encoder: an encoder, or anything `load_encoder` reads.
-        pool: "auto" is what the encoder was made for.
-        size: edge of the middle square that is shown; that of pretraining unless given.
-        skip: a list of images to leave out, as ``stopmim check --fix-list`` writes it.
+        pool: "auto" is the encoder's own.
+        size: edge of the central square shown to the encoder; by default that of pretraining.
+        skip: list of images to leave out, as written by ``stopmim check --fix-list``.
     """
     out = Path(out)
     if out.suffix not in (".npz", ".parquet"):
         raise UserError(f"{out}: --out must end in .npz or .parquet")
     if not out.absolute().parent.is_dir():
         raise StorageError(f"{out.parent}: no such folder")
-    network: Any = encoder  # of `Encoder`, and it says how large its images are
+    network: Any = encoder  # an Encoder that also has `side` and `blocks`
     if isinstance(encoder, str | Path):
         network = load_encoder(encoder, branch, heads)
     check(network, layers, pool, size)
@@ -78,7 +78,7 @@ def write_features(
 
 
 def check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
-    """What the encoder cannot do, before the images are read."""
+    """Raises a UserError for options that the encoder cannot serve, before images are read."""
     depth = len(encoder.blocks)
     if not 1 <= layers <= depth:
         raise UserError(f"--layers: {layers}, but the encoder has {depth} blocks")

@@ -1,4 +1,4 @@
-"""Frozen features of a set of images, computed once and kept; and how many dimensions they fill.
+"""Frozen features of a set of images, computed once and cached, and their effective rank.
 
 Shapes: N images, D width of the encoder, L last blocks.
 """
@@ -22,16 +22,15 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.evals import cache
 from stopmim.evals.views import TrainView, View
+from stopmim.health.measure import effective_rank
 from stopmim.method.encoder import Encoder
 
-EPS = 1e-7  # of RankMe (arXiv 2210.02885, equation 2)
-LAYERS = 4  # last blocks that are kept: "last" and "last 4" then come from one extraction
-VERSION = 1  # in the key of the cache: a change of what is computed needs a new one
+LAYERS = 4  # last blocks that are cached, so that "last" and "last 4" share one extraction
 
 
 @contextmanager
 def evaluating(encoder: Encoder) -> Iterator[None]:
-    """Inside of it `encoder` is in evaluation mode and nothing is differentiated."""
+    """Puts `encoder` in evaluation mode without gradients; restores the mode of every module."""
     modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:
@@ -49,8 +48,6 @@ def extract(
     images: Images,
     *,
     size: int,
-    view: View | TrainView | None = None,
-    draw: tuple[int, int] = (0, 0),
     layers: int = 1,
     pool: Literal["mean", "cls"] = "mean",
     batch_size: int = 256,
@@ -60,29 +57,40 @@ def extract(
     """Features (N, layers * D) of all `images` in their order, float32 on the CPU.
 
     Args:
-        size: edge of the middle square that is shown to the encoder.
-        view: what else may be shown to it; its size counts.
-        draw: seed and number of a random view.
-        layers: that many of the last blocks, one after the other.
-        batch_size: images at a time; changes the features by no more than rounding.
+        size: edge of the central square that the encoder sees.
+        layers: number of last blocks, concatenated.
+        batch_size: affects the features by no more than rounding.
         device: where the encoder is.
         precision: dtype of autocast; None is float32 throughout.
 
     Raises:
-        DataError: an image cannot be read. Without it the number would be of another test set.
-        NonFiniteError: the encoder answers with NaN or infinity.
+        DataError: an image cannot be read. Without it, this would be another test set.
+        NonFiniteError: the encoder returns NaN or infinity.
     """
-    device, view = torch.device(device), view or View(size, size)
-    features = torch.empty(len(images), layers * encoder.width)
-    done, begin = 0, time.monotonic()
+    view = View(size, size)
 
     def show(i: int) -> Tensor:
-        if isinstance(view, View):  # nothing in it is random
-            return view(read(images, i))
-        return view(read(images, i), numpy_generator("view", *draw, i))
+        return view(read(images, i))
 
+    return _extract(
+        encoder, images, show, layers, pool, batch_size, torch.device(device), precision
+    )
+
+
+def _extract(
+    encoder: Encoder,
+    images: Images,
+    show: Callable[[int], Tensor],
+    layers: int,
+    pool: Literal["mean", "cls"],
+    batch_size: int,
+    device: torch.device,
+    precision: torch.dtype | None,
+) -> Tensor:
+    features = torch.empty(len(images), layers * encoder.width)
+    done, begin = 0, time.monotonic()
     order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
-    # `features` was made before inference mode, so that a caller may train on it.
+    # `features` is allocated outside inference mode, so that a caller may train on it.
     with evaluating(encoder), Ticker("features", len(images)) as ticker:
         for batch in batches(show, order):
             pixels = normalise(batch.to(device))  # (B, 3, S, S)
@@ -91,7 +99,7 @@ def extract(
             if not found.isfinite().all():
                 raise NonFiniteError(
                     f"the encoder gives no finite features for {images.name(done)} or one of "
-                    f"the {len(batch) - 1} after it; was it saved after the loss blew up?"
+                    f"the {len(batch) - 1} after it; was it saved after the loss diverged?"
                 )
             features[done : done + len(batch)] = found
             done += len(batch)
@@ -100,18 +108,18 @@ def extract(
 
 
 def read(images: Images, i: int) -> np.ndarray:
-    """Image `i`, or a DataError that names it."""
+    """Reads image `i`, or raises a DataError that names it."""
     try:
         return images.read(i)
     except BadImageError as error:
         raise DataError(
-            f"{images.name(i)}: {error}; no image is left out unasked: mend or remove it, or "
+            f"{images.name(i)}: {error}; no image is left out unasked: fix or remove it, or "
             f"leave it out with --skip FILE, see stopmim check --fix-list"
         ) from None
 
 
 def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> Iterator[Tensor]:
-    """(B, 3, S, S) uint8, one batch read ahead while the encoder works on the one before."""
+    """Yields batches (B, 3, S, S) uint8, prefetching one while the encoder works."""
     threads = torch.get_num_threads()
 
     def part(numbers: Sequence[int]) -> Tensor:
@@ -120,7 +128,7 @@ def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> It
     with ThreadPoolExecutor(threads) as pool:
         ahead: Iterator[Tensor] | None = None
         for numbers in order:
-            # A task per thread, not per image: handing over a small image costs more than reading.
+            # One task per thread, not per image: submitting a small image costs more than reading.
             size = -(-len(numbers) // threads)
             parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
             now, ahead = ahead, pool.map(part, parts)
@@ -130,7 +138,7 @@ def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> It
             yield torch.cat(list(ahead))
 
 
-# ------------------------------------------------------------------------------ kept on disk
+# ------------------------------------------------------------------------------ cached
 
 
 def frozen(
@@ -143,43 +151,34 @@ def frozen(
     device: torch.device | str = "cpu",
     precision: torch.dtype | None = None,
 ) -> Tensor:
-    """Features (N, L * D) of the last four blocks (or as many as there are), in half precision.
+    """Features (N, L * D) of up to four last blocks, in half precision; the last is ``[:, -D:]``.
 
-    What was computed before is read from the cache: same weights, same images, same view. A
-    damaged file is computed again, and so are features of an encoder that is no `nn.Module`: it has
-    no weights to be known by. The last block alone is ``[:, -D:]``.
+    Read from the cache if weights, images, view and code are the same. An encoder that is not an
+    `nn.Module` has no weights to hash, and is never cached.
+
+    Args:
+        draw: seed and number of a random view.
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
     pool: Literal["mean", "cls"] = getattr(encoder, "pool", "mean")
     key = None
     if isinstance(encoder, nn.Module):
-        options = (
-            type(view).__name__,
-            asdict(view),
-            draw if isinstance(view, TrainView) else None,
-            layers,
-            pool,
-            str(precision),
-        )
-        own = cache.of_encoder(encoder)
-        code = VERSION, cache.of_code("data")  # which decodes, draws and crops
-        key = cache.key(code, own, cache.of_images(images), *options)
-        if kept := cache.load("features", key):
-            return kept[0]["features"]
+        seen = type(view).__name__, asdict(view), draw if isinstance(view, TrainView) else None
+        code, own = cache.of_code(*cache.FEATURES), cache.of_encoder(encoder)
+        key = cache.key(code, own, cache.of_images(images), *seen, layers, pool, str(precision))
+        if cached := cache.load("features", key):
+            return cached[0]["features"]
         encoder.to(device)
-    found = extract(
-        encoder,
-        images,
-        size=view.size,
-        view=view,
-        draw=draw,
-        layers=layers,
-        pool=pool,
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
+
+    def show(i: int) -> Tensor:
+        if isinstance(view, View):
+            return view(read(images, i))
+        return view(read(images, i), numpy_generator("view", *draw, i))
+
+    found = _extract(
+        encoder, images, show, layers, pool, batch_size, torch.device(device), precision
     )
-    # Behind a LayerNorm they are of size 1. Where the norm's weights are huge they stay float32.
+    # After a LayerNorm, features are of order 1. Where its weights are huge they stay float32.
     half = found.half()
     found = half if half.isfinite().all() else found
     if key is not None:
@@ -191,15 +190,8 @@ def frozen(
 
 
 def rankme(features: Tensor) -> float:
-    """Effective rank of `features` (N, D): exp of the entropy of their normalised singular values.
-
-    Singular values, not eigenvalues of the covariance, and features as they are, not centred: both
-    as in the paper, and both change the number. Between 1 and D.
-    """
+    """RankMe (arXiv 2210.02885) of `features` (N, D): from 1 to D; not centred, as published."""
     n, d = features.shape
     if n <= d:
         raise ValueError(f"rankme needs more samples than features, got {n} x {d}")
-    values = torch.linalg.svdvals(features.double())  # (D,)
-    # Features that are all zero have no direction at all; they come out as 1, the worst.
-    p = values / values.sum().clamp(min=torch.finfo(torch.float64).tiny) + EPS
-    return float(torch.exp(-(p * p.log()).sum()))
+    return effective_rank(features)

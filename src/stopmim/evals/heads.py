@@ -1,14 +1,14 @@
 """Many linear classifiers trained at once on frozen features, as if each were trained alone.
 
-The heads do not meet: their losses are added up, and each has rates and a decay of its own. Those
-that see the same input (last block or last four, with or without batch norm) are one matrix.
+Heads do not interact: their losses are summed, and each has its own learning rate and weight decay.
+Heads with the same input (last block or last four, with or without batch norm) share one matrix.
 
 Shapes: H heads of one input, K classes, D features, B samples.
 """
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,19 +22,33 @@ from stopmim.evals.recipes import Norm, Recipe
 from stopmim.gpu.cuda_graphs import CudaGraphs
 
 TRUST = 0.001  # eta of LARS
-EPS = {"bn": 1e-5, "fixed bn": 1e-6}  # vissl's default; MAE's
+EPS = {"bn": 1e-5, "fixed bn": 1e-6}  # VISSL's default; MAE's
 CHUNK = 2**25  # logits in memory at a time when testing
+
+
+class Split(NamedTuple):
+    """Features and labels to fit on and to test on.
+
+    `train` has one or several views of the training images; epoch e uses view e modulo their
+    number. The last n * `width` columns are the last n blocks.
+    """
+
+    train: Sequence[Tensor]  # (N, L * D) each
+    y: Tensor  # (N,)
+    test: Tensor  # (n, L * D)
+    test_y: Tensor  # (n,)
+    width: int  # D
 
 
 @dataclass(frozen=True)
 class Head:
-    layers: int  # last blocks that it sees
+    layers: int  # number of last blocks it sees
     norm: Norm
     lr: float  # as a factor of the recipe's
     weight_decay: float
 
     def __str__(self) -> str:
-        """What was chosen; the layers are part of the protocol."""
+        """The setting; layers are part of the protocol's name."""
         norm = "no bn" if self.norm == "none" else self.norm
         return f"{norm}, lr x{self.lr:g}, wd {self.weight_decay:g}"
 
@@ -49,58 +63,46 @@ def grid(recipe: Recipe, layers: Sequence[int]) -> list[Head]:
     ]
 
 
-class Outcome(NamedTuple):
-    correct: Tensor  # (epochs, heads) int64, test samples told right after an epoch; 0: not tested
-    predicted: Tensor  # (heads, N) int64, after the last epoch
+class Tested(NamedTuple):
+    """Test results of trained heads."""
+
+    correct: Tensor  # (epochs, heads) int64, correct test samples after an epoch; 0: not tested
+    predicted: Tensor  # (heads, n) int64, after the last epoch
 
 
 def train_heads(
     heads: Sequence[Head],
     recipe: Recipe,
-    train: Sequence[Tensor],
-    y: Tensor,
-    test: Tensor,
-    test_y: Tensor,
+    split: Split,
     *,
-    width: int,
     seed: int = 0,
     device: torch.device | str = "cpu",
     every_epoch: bool = True,
     tf32: bool = True,
-) -> Outcome:
-    """Trains `heads` by `recipe` and tests them, after every epoch or after the last one only.
+) -> Tested:
+    """Trains `heads` by `recipe` and tests them, after every epoch or after the last only.
 
-    The order of samples depends on (seed, epoch), the first weights on seed and input: a head comes
-    out the same in any company, up to rounding. Products on a GPU are in TF32, which has as many
-    digits as half-precision features; `stopmim bench probe` compares it with float32.
-
-    Args:
-        train: features (N, L * D) of one or several views of the training images; epoch e sees view
-            e modulo their number.
-        y: labels (N,).
-        width: D; a head of n layers sees the last n * D columns.
+    The order of samples depends on (seed, epoch) and the initial weights on seed and input, so that
+    a head does not depend on the others, up to rounding. Products on a GPU are in TF32, which is as
+    precise as half-precision features; `stopmim bench probe` compares it with float32.
     """
-    classes = int(torch.cat([y, test_y]).max()) + 1
+    y = split.y
     if len(y.unique()) < 2:
         raise ValueError(f"all {len(y)} labels are {int(y[0])}: there is nothing to separate")
     device = torch.device(device)
-    views = [_near(x, device) for x in train]
-    test, y, test_y = _near(test, device), y.to(device), test_y.to(device)
+    views = [_near(x, device) for x in split.train]
+    test, y, test_y = _near(split.test, device), y.to(device), split.test_y.to(device)
+    groups = _groups(heads, recipe, split, seed, device)
     place = {head: i for i, head in enumerate(heads)}
-    key = lambda head: (head.layers, head.norm)  # noqa: E731
-    groups = [
-        _Group(list(some), recipe, width, classes, seed, device)
-        for _, some in itertools.groupby(sorted(heads, key=key), key)
-    ]
 
     def update(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
-        found = [group.slopes(x, y) for group in groups]  # first of all, if memory runs out
-        for group, (_, slopes) in zip(groups, found, strict=True):
-            group.move(slopes, rate)
+        found = [group.gradients(x, y) for group in groups]  # all before any update, if memory ends
+        for group, (_, gradients) in zip(groups, found, strict=True):
+            group.update(gradients, rate)
         return {"loss": torch.stack([loss for loss, _ in found]).sum()}
 
-    # Hundreds of small kernels on a GPU, and none of them takes long.
-    step = CudaGraphs(update, device) if device.type == "cuda" else update
+    # A step is hundreds of tiny kernels on a GPU: a CUDA graph saves their launches.
+    step = Recorded(update, device) if device.type == "cuda" else update
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
     with (
@@ -108,27 +110,48 @@ def train_heads(
         Ticker(f"{len(heads)} heads", recipe.epochs) as ticker,
     ):
         for epoch in range(recipe.epochs):
-            x = views[epoch % len(views)]
-            order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
-            labels = y[order.to(device)].split(recipe.batch_size)
-            # A lone sample has no deviation to be normed by; it waits for the next epoch.
-            parts = [part for part in order.to(x.device).split(recipe.batch_size) if len(part) > 1]
-            for i, part in enumerate(parts):
-                rate = recipe.rate(epoch + i / len(parts))
-                step(x[part].to(device).float(), labels[i], rate)
+            _train_epoch(step, recipe, views[epoch % len(views)], y, epoch, seed)
             ticker.update(epoch + 1, f"{recipe.batch_size} samples at a time")
             if not every_epoch and epoch + 1 < recipe.epochs:
                 continue
             for group in groups:
-                found = group.predict(test)  # (H, N)
+                found = group.predict(test)  # (H, n)
                 rows = [place[head] for head in group.heads]
                 predicted[rows] = found.cpu()
                 correct[epoch, rows] = (found == test_y).sum(dim=1).cpu()
-    return Outcome(correct, predicted)
+    return Tested(correct, predicted)
+
+
+def _groups(
+    heads: Sequence[Head], recipe: Recipe, split: Split, seed: int, device: torch.device
+) -> list["_Group"]:
+    """Heads by their input."""
+    classes = int(torch.cat([split.y, split.test_y]).max()) + 1
+    key = lambda head: (head.layers, head.norm)  # noqa: E731
+    return [
+        _Group(list(alike), recipe, split.width, classes, seed, device)
+        for _, alike in itertools.groupby(sorted(heads, key=key), key)
+    ]
+
+
+def _train_epoch(
+    step: Callable[[Tensor, Tensor, float], object],
+    recipe: Recipe,
+    x: Tensor,
+    y: Tensor,
+    epoch: int,
+    seed: int,
+) -> None:
+    order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
+    labels = y[order.to(y.device)].split(recipe.batch_size)
+    # Batch norm needs two samples; a last one alone is dropped from this epoch.
+    parts = [part for part in order.to(x.device).split(recipe.batch_size) if len(part) > 1]
+    for i, part in enumerate(parts):
+        step(x[part].to(y.device).float(), labels[i], recipe.rate(epoch + i / len(parts)))
 
 
 class _Group:
-    """Heads that see the same input, with what their optimizer remembers."""
+    """Heads with the same input, and their optimizer state."""
 
     def __init__(
         self,
@@ -156,7 +179,7 @@ class _Group:
             name: start.expand(len(heads), *start.shape).clone().to(device).requires_grad_()
             for name, start in first.items()
         }
-        self.speed = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.mean, self.var = torch.zeros(d, device=device), torch.ones(d, device=device)
         self.lr = torch.tensor([head.lr for head in heads], device=device)
         self.decay = torch.tensor([head.weight_decay for head in heads], device=device)
@@ -172,50 +195,48 @@ class _Group:
             weight = weight * self.params["scale"][:, None]
         return F.linear(x, weight.flatten(0, 1), bias.flatten()).unflatten(1, bias.shape)
 
-    def slopes(self, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The mean loss over samples and heads, and its gradient by every parameter, per head."""
+    def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Mean loss over samples and heads, and each head's gradient of every parameter."""
         logits = self.logits(x, training=True)
         loss = F.cross_entropy(logits.flatten(0, 1), y[:, None].expand(logits.shape[:2]).flatten())
         return loss.detach(), torch.autograd.grad(loss * len(self.heads), [*self.params.values()])
 
     @torch.no_grad()
-    def move(self, slopes: tuple[Tensor, ...], rate: Tensor | float) -> None:
+    def update(self, gradients: tuple[Tensor, ...], rate: Tensor | float) -> None:
         """One update of all heads."""
-        for (name, p), slope in zip(self.params.items(), slopes, strict=True):
-            decays = name in ("weight", "bias") or self.recipe.decay_bn
-            self._move(name, p, slope, rate, decays=decays)
+        for (name, p), gradient in zip(self.params.items(), gradients, strict=True):
+            self._update(name, p, gradient, rate)
 
-    def _move(
-        self, name: str, p: Tensor, slope: Tensor, rate: Tensor | float, *, decays: bool
-    ) -> None:
-        def each(values: Tensor) -> Tensor:  # one number per head, to stand before p
+    def _update(self, name: str, p: Tensor, gradient: Tensor, rate: Tensor | float) -> None:
+        def each(values: Tensor) -> Tensor:  # one number per head, broadcast over p
             return values.view(-1, *[1] * (p.ndim - 1))
 
-        if decays:
-            slope = slope + each(self.decay) * p
-        momentum, speed = self.recipe.momentum, self.speed[name]
+        if name in ("weight", "bias") or self.recipe.decay_bn:
+            gradient = gradient + each(self.decay) * p
         if self.recipe.optimizer == "lars" and name == "weight":
-            size, steep = p.flatten(1).norm(dim=1), slope.flatten(1).norm(dim=1)
+            size, steep = p.flatten(1).norm(dim=1), gradient.flatten(1).norm(dim=1)
             trust = torch.where((size > 0) & (steep > 0), TRUST * size / steep, 1.0)
-            slope = slope * each(trust)
-        speed.mul_(momentum).add_(slope)
-        ahead = slope + momentum * speed if self.recipe.optimizer == "sgd" else speed  # Nesterov
+            gradient = gradient * each(trust)
+        factor = self.recipe.momentum
+        ahead = self.momentum[name].mul_(factor).add_(gradient)
+        if self.recipe.optimizer == "sgd":  # Nesterov
+            ahead = gradient + factor * ahead
         p.sub_(rate * each(self.lr) * ahead)
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Labels (H, N) for features (N, L * D), with the mean and deviation of training."""
+        """Labels (H, n) for features (n, L * D), with the batch norm statistics of training."""
         rows = max(1, CHUNK // self.params["bias"].numel())
         device = self.mean.device
         found = [
-            self.logits(some.to(device).float(), training=False).argmax(dim=2).T
-            for some in x.split(rows)
+            self.logits(part.to(device).float(), training=False).argmax(dim=2).T
+            for part in x.split(rows)
         ]
         return torch.cat(found, dim=1)
 
 
 def _near(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device if it takes less than a third of what is free there."""
+    """Moves `x` to the device if it takes less than a third of the free memory there."""
     if device.type == "cuda" and x.nbytes > torch.cuda.mem_get_info(device)[0] / 3:
         return x
     return x.to(device)

@@ -1,11 +1,14 @@
-"""What an evaluation is given: an encoder by its name, images in two parts, labels to ask for."""
+"""Inputs of an evaluation: an encoder by name, images in two parts, labels, features."""
 
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,24 +18,141 @@ from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import split_by_class, underlying
-from stopmim.evals.views import View
+from stopmim.data.subset import held_out, source
+from stopmim.evals import cache
+from stopmim.evals.features import frozen
+from stopmim.evals.recipes import TASKS
+from stopmim.evals.request import ImageRequest
+from stopmim.evals.views import TrainView, View, Views
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
 from stopmim.method.positions import sincos_2d
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.weights.load import load_encoder
 
-QUESTIONS = ("count", "distance", "shape")  # of scenes; colour is seen in a single pixel
+QUESTIONS = ("count", "distance", "shape")  # labels of scenes; colour is visible in one pixel
+
+
+class NoImages:
+    """An empty source, for evaluations on videos alone."""
+
+    labels: dict[str, np.ndarray] = {}  # noqa: RUF012 - of the protocol Images
+    fingerprint = "none"
+
+    def __len__(self) -> int:
+        return 0
+
+    def read(self, i: int) -> np.ndarray:
+        raise IndexError(i)
+
+    def name(self, i: int) -> str:
+        raise IndexError(i)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """An encoder, and the images it is measured on; features are computed on first use."""
+
+    encoder: Encoder
+    train: Images = NoImages()  # noqa: RUF009 - labelled images to fit on
+    test: Images = NoImages()  # noqa: RUF009
+    labels: Sequence[str] = ()  # to predict; none: all there are
+    size: int | None = None  # of the images shown, in pixels; None: the encoder's
+    crops: str | None = None  # published recipe whose crops are shown; None: centre crops
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    precision: torch.dtype | None = None
+    untrained: bool = False  # this is the encoder before training, measured for comparison
+
+    def __post_init__(self) -> None:
+        patch = getattr(self.encoder, "patch", 1)
+        if self.shown_size % patch:
+            raise UserError(f"--size {self.shown_size}: not a multiple of the patch size, {patch}")
+
+    def untrained_twin(self) -> Self | None:
+        """The same with random weights; None if nobody knows how the encoder was initialised."""
+        if not isinstance(self.encoder, VisionTransformer):
+            return None
+        return replace(self, encoder=untrained(self.encoder, self.seed), untrained=True)
+
+    @property
+    def without_images(self) -> bool:
+        return not len(self.test)
+
+    @property
+    def shown_size(self) -> int:
+        return self.size or native_size(self.encoder)
+
+    @cached_property
+    def shown(self) -> Views:
+        """Views of training images, where they are random, and of test images."""
+        if self.crops is not None:
+            return TASKS[self.crops].views(self.encoder).at(self.shown_size)
+        return Views(TrainView(self.shown_size), middle(self.encoder, self.test, self.shown_size))
+
+    @cached_property
+    def chosen_labels(self) -> list[str]:
+        return choose_labels(self.train, self.test, self.labels)
+
+    def labels_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """Labels of both parts, (N,) and (n,); equal numbers mean equal classes."""
+        return paired_labels(self.train, self.test, name)
+
+    def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
+        """Features (N, L * D) of the last L blocks, cached; `draw` numbers a random view."""
+        return frozen(
+            self.encoder,
+            images,
+            view,
+            draw=(self.seed, draw),
+            device=self.device,
+            precision=self.precision,
+        )
+
+    @cached_property
+    def train_x(self) -> Tensor:
+        return self.features(self.train, self.shown.test)
+
+    @cached_property
+    def test_x(self) -> Tensor:
+        return self.features(self.test, self.shown.test)
+
+    @cached_property
+    def _random_views(self) -> list[Tensor]:
+        return []
+
+    def random_views(self, count: int) -> list[Tensor]:
+        """Features of `count` random views of the training images."""
+        drawn = self._random_views
+        while len(drawn) < count:
+            drawn.append(self.features(self.train, self.shown.train, len(drawn)))
+        return drawn[:count]
+
+    def last(self, x: Tensor) -> Tensor:
+        """The last block of features `x`, float32 on the device."""
+        return x[:, -self.encoder.width :].to(self.device).float()
+
+    def on_device(self) -> Encoder:
+        if isinstance(self.encoder, nn.Module):
+            self.encoder.to(self.device)
+        return self.encoder
+
+    def key(self, labels: Sequence[str]) -> str:
+        """Cache key of images, `labels` and views; the device changes no more than rounding."""
+        images = [cache.of_images(part, labels) for part in (self.train, self.test)]
+        return cache.key(*images, self.shown, self.seed, str(self.precision))
+
+
+# ------------------------------------------------------------------------------ opening
 
 
 def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> Encoder:
-    """What `load_encoder` opens, or ``random:ARCH@SIZE``, an encoder before any training."""
+    """Opens anything `load_encoder` reads, or ``random:ARCH@SIZE``, an untrained encoder."""
     if not name.startswith("random:"):
         return load_encoder(name, branch)
     found = re.fullmatch(r"random:(\w+)@([1-9]\d*)", name)
     if not found:
-        raise UserError(f"{name}: expected random:ARCH@SIZE, as random:vit_b16@224")
+        raise UserError(f"{name}: expected random:ARCH@SIZE, e.g. random:vit_b16@224")
     try:
         return untrained(VisionTransformer.from_arch(found[1], int(found[2])), 0)
     except ValueError as error:
@@ -42,10 +162,10 @@ def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> 
 def open_at(
     name: str, branch: Literal["target", "context"] = "target"
 ) -> tuple[Encoder, int | None]:
-    """The encoder, and the step of its checkpoint; None if it is of no run of ours."""
+    """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
     path = Path(name)
     if (path / "run.json").exists():
-        path = Run(path).checkpoint  # chosen once: the next one may be there in a moment
+        path = Run(path).checkpoint  # resolved once: a newer one may appear at any moment
         name = str(path)
     encoder = open_encoder(name, branch)  # verifies the checkpoint
     step = checkpoint.state(path).get("step") if (path / "manifest.json").exists() else None
@@ -53,77 +173,68 @@ def open_at(
 
 
 def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
-    """The same architecture with the weights it would begin with."""
+    """Copy of `encoder` with freshly initialised weights."""
     twin = copy.deepcopy(encoder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("untrained", seed))
-        # On the CPU, so that the twin is the same whatever the device.
+        # On the CPU, so that the weights do not depend on the device.
         twin.cpu().apply(initialise_mae if twin.start == "mae" else initialise)
-        for token in twin.parameters(recurse=False):  # of the class, where there is one
+        for token in twin.parameters(recurse=False):  # the class token, if there is one
             nn.init.normal_(token, std=0.02)
-    # Some have learned their positions; all begin with, or without, a class token that has none.
+    # Learned positions are reset as well; the class token has none.
     patches = twin.side**2
     twin.pos_embed.zero_()[0, -patches:] = sincos_2d(twin.side, twin.width)
     return twin.eval()
 
 
 def native_size(encoder: Encoder) -> int:
-    """Edge of the images that it was made for; 224 if it does not say."""
+    """Image size that the encoder was made for; 224 if it does not say."""
     return getattr(encoder, "side", 14) * getattr(encoder, "patch", 16)
 
 
 def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
-    """The usual view: 256 px and then the middle 224 of photographs, all of a rendered scene."""
+    """The usual test view: resize to 256 and crop 224 of photographs, all of a rendered scene."""
     size = size or native_size(encoder)
     return View(size if isinstance(underlying(images), Scenes) else round(size * 256 / 224), size)
 
 
-def open_pair(
-    data: str | None,
-    train: str | None,
-    test: str | None,
-    encoder: Encoder,
-    *,
-    hold_out: float | None = None,
-    skip: str | Path | None = None,
-    seed: int = 0,
-) -> tuple[Images, Images]:
-    """Images to fit on and images to test on.
+def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
+    """Opens the images to fit on and to test on that `request` names.
 
-    `data` alone means its train and its test part, or with `hold_out` that share of each class to
-    test on. Scenes have as many of both, the test scenes with the next seed. Nothing at all means
-    scenes that no preset was chosen on. `skip` is a list of images to leave out of both.
+    Scenes are tested on as many scenes with the next seed. By default, scenes are rendered that no
+    preset was tuned on.
     """
-    if hold_out is not None and (data is None or not 0 < hold_out < 1):
-        raise UserError(f"--hold-out {hold_out:g}: expected a share of --data, as 0.2")
+    data, train, test, share = request.data, request.train, request.test, request.hold_out
+    if share is not None and (data is None or not 0 < share < 1):
+        raise UserError(f"--hold-out {share:g}: expected a share of --data, e.g. 0.2")
     if data is None and train is None and test is None:
-        size = native_size(encoder)
-        data = f"scenes:4096:{size}:3"
+        data = f"scenes:4096:{native_size(encoder)}:3"
     if data is not None:
         if train is not None or test is not None:
             raise UserError("eval: --data is both parts in one: leave out --train and --test")
-        if hold_out is not None:
+        if share is not None:
             if open_test(data) is not None:
                 raise UserError(
-                    f"--hold-out {hold_out:g}: {data} has a test part: leave --hold-out out, or "
+                    f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or "
                     f"give the training images alone as --data"
                 )
-            return split_by_class(without_skipped(open_images(data), skip), hold_out, seed)
-        return both_without_skipped(open_images(data, "train"), open_images(data, "test"), skip)
+            return held_out(without_skipped(open_images(data), request.skip), share, request.seed)
+        parts = open_images(data, "train"), open_images(data, "test")
+        return both_without_skipped(*parts, request.skip)
     if train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")
-    return both_without_skipped(open_images(train), open_images(test), skip)
+    return both_without_skipped(open_images(train), open_images(test), request.skip)
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
-    """Names of the labels to ask for, each known of both parts and worth asking for."""
+    """Returns the labels to predict, after checking that both parts have them."""
     common = [name for name in train.labels if name in test.labels]
     if not common:
         raise DataError("eval: the images have no labels: put them in one folder per class")
     if not wanted:
         if isinstance(underlying(train), Scenes):
             wanted = [name for name in common if name in QUESTIONS]
-        else:  # beside a class, other numbers are facts about the file, as its width
+        else:  # besides a class, other numbers describe the file, such as its width
             wanted = ["class"] if "class" in common else common
     for name in wanted:
         if name not in common:
@@ -132,7 +243,7 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
             if hidden := int((images.labels[name] < 0).sum()):
                 raise DataError(
                     f"{name}: {hidden} of {len(images)} {part} images have a label below zero, "
-                    f"which stands for a label that is not told"
+                    f"which means unknown; label them, or leave them out with --skip FILE"
                 )
         first = int(train.labels[name][0])
         if (train.labels[name] == first).all():
@@ -143,11 +254,11 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
 
 
 def paired_labels(train: Images, test: Images, name: str) -> tuple[Tensor, Tensor]:
-    """Labels of both parts, (N,) and (n,), where the same number means the same class."""
+    """Labels of both parts, (N,) and (n,), where equal numbers mean equal classes."""
     y, test_y = (torch.from_numpy(images.labels[name]) for images in (train, test))
     ours, theirs = (getattr(images, "classes", None) for images in (train, test))
     if name == "class" and ours and theirs and ours != theirs:
-        # A class of the test part may have another number there, or be missing in train.
+        # The parts may number classes differently, and train may lack some.
         names = list(dict.fromkeys([*ours, *theirs]))
         test_y = torch.tensor([names.index(c) for c in theirs])[test_y]
     return y, test_y

@@ -1,4 +1,4 @@
-"""The label of the most similar training images: an evaluation with nothing to fit."""
+"""k-nearest-neighbour classification on frozen features: nothing is fitted."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from stopmim.base.random_keys import torch_generator
 
 CHUNK = 2**24  # similarities in memory at a time, 64 MB of them
-KS = (5, 10, 20, 50, 100, 200)  # DINO's 10, 20, 100, 200 and two for small sets
-LEFT_OUT = 10_000  # training samples on which k is chosen, at most
+KS = (5, 10, 20, 50, 100, 200)  # DINO's 10, 20, 100, 200, and two more for small sets
+LEFT_OUT = 10_000  # training samples to choose k on, at most
 
 
 def knn_accuracy(
@@ -25,7 +25,7 @@ def knn_accuracy(
     """Fraction (0 to 1) of the test samples whose k nearest training samples vote for their label.
 
     Args:
-        train_x: features (N, D), train_y: labels (N,); the same for the test samples.
+        train_x: features (N, D), train_y: labels (N,); likewise for the test samples.
         k: number of neighbours, at most N.
 
     Raises:
@@ -44,14 +44,14 @@ def knn_predict(
     temperature: float = 0.07,
     itself: Tensor | None = None,
 ) -> Tensor:
-    """The label (len(ks), B) that the nearest training samples of each test sample vote for.
+    """Labels (len(ks), B) that the nearest training samples of each test sample vote for.
 
-    Nearness is cosine similarity, a vote weighs exp(similarity / temperature), and the defaults
-    are those of DINO (eval_knn.py). All neighbours as near as the k-th one vote, so that the order
-    of the training set does not matter; of labels with equal votes the lowest wins.
+    Similarity is the cosine, votes are weighted by exp(similarity / temperature), and the defaults
+    are DINO's (eval_knn.py). Neighbours that tie with the k-th one all vote, so that the order of
+    the training set does not matter; of labels with equal votes the lowest wins.
 
     Args:
-        itself: (B,) for each test sample the number of a training sample that may not vote.
+        itself: (B,) for each test sample the index of a training sample that may not vote.
     """
     most = len(train_x) - (itself is not None)
     for k in ks:
@@ -69,7 +69,7 @@ def knn_predict(
         nearest = near.topk(max(ks), dim=1).values  # (B, most)
         row, col = (near >= nearest[:, -1:]).nonzero(as_tuple=True)
         close = near[row, col]
-        # Less 1, the largest similarity there is: the ratios stay, and nothing overflows.
+        # Minus 1, the largest cosine: ratios are unchanged and nothing overflows.
         weights = ((close - 1) / temperature).exp()
         predicted = []
         for k in ks:
@@ -82,9 +82,9 @@ def knn_predict(
 
 
 def choose_k(x: Tensor, y: Tensor, seed: int, ks: Sequence[int] = KS) -> int:
-    """The k that is best for training samples, each left out in turn (10,000 of them if more).
+    """The k that is best by leave-one-out on the training samples, 10,000 of them at most.
 
-    Of those that are equally good it is the largest. The test set plays no part in it.
+    Of those that tie, the largest.
     """
     ks = [k for k in ks if k < len(x)] or [1]
     order = torch.randperm(len(x), generator=torch_generator("knn", seed))[:LEFT_OUT].to(x.device)

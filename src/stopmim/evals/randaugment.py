@@ -1,7 +1,7 @@
 """RandAugment as MAE fine-tunes with it: timm's ``rand-m9-mstd0.5-inc1``, on Pillow images.
 
-Two of fifteen operations are drawn, each carried out every other time, with a strength around 9 of
-10. "inc1" means that every operation does more when the strength grows.
+Two of fifteen operations are drawn, each applied with probability 0.5 and a strength of about 9 of
+10. "inc1": every operation gets stronger as the strength grows.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from PIL import Image, ImageEnhance, ImageOps
 from stopmim.data.crops import MEAN
 
 OPERATIONS, CHANCE = 2, 0.5
-STRENGTH, SPREAD, MOST = 9.0, 0.5, 10.0
-FILL = tuple(round(255 * mean) for mean in MEAN)  # what comes into sight at a border
+STRENGTH, DEVIATION, MOST = 9.0, 0.5, 10.0
+FILL = tuple(round(255 * mean) for mean in MEAN)  # colour of uncovered borders
 
 Picture = Image.Image
 Draw = np.random.Generator
 
 
 def rand_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """`image` (H, W, 3) uint8, changed as `rng` says."""
+    """Augments `image` (H, W, 3) uint8 by draws from `rng`."""
     picture = Image.fromarray(image)
     for operation in rng.integers(len(ALL), size=OPERATIONS):
         if rng.random() < CHANCE:
-            strength = float(np.clip(rng.normal(STRENGTH, SPREAD), 0.0, MOST)) / MOST
+            strength = float(np.clip(rng.normal(STRENGTH, DEVIATION), 0.0, MOST)) / MOST
             picture = ALL[operation](picture, strength, rng)
     return np.asarray(picture)
 

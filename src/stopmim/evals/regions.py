@@ -1,4 +1,4 @@
-"""Masks of objects in a video: how two are compared, and how they are written and shown.
+"""Masks of objects in videos: comparison, files and pictures.
 
 The measures are those of DAVIS (davis2017-evaluation, metrics.py and utils.py). H x W pixels.
 """
@@ -13,10 +13,10 @@ from PIL import Image
 
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
-BOUNDARY = 0.008  # of the diagonal: how far apart two boundaries may be and still match
+BOUNDARY = 0.008  # of the diagonal: distance within which two boundaries match
 
-PICTURES, COLUMNS, WIDTH = 12, 4, 240  # in a sheet, in a row of it, and pixels of one
-TINT = 0.4  # of an object; the rest is the frame
+PICTURES, COLUMNS, WIDTH = 12, 4, 240  # per sheet, per row, and pixels of one
+TINT = 0.4  # opacity of an object over the frame
 
 
 def jaccard(mask: ArrayLike, truth: ArrayLike) -> float:
@@ -29,8 +29,8 @@ def jaccard(mask: ArrayLike, truth: ArrayLike) -> float:
 def boundary_f(mask: ArrayLike, truth: ArrayLike) -> float:
     """F: harmonic mean of precision and recall of the boundary of `mask`, both (H, W).
 
-    A pixel of a boundary is found if the other boundary passes within 0.8 % of the diagonal. Two
-    empty boundaries agree, an empty one and another do not at all.
+    A pixel of a boundary matches if the other boundary passes within 0.8 % of the diagonal. Two
+    empty boundaries score 1, an empty one and another score 0.
     """
     a, b = map(_boundary, _pair(mask, truth))
     if not (a.any() and b.any()):
@@ -49,7 +49,7 @@ def _pair(mask: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.bool_], NDArray
 
 
 def _boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Pixels that differ from the one to the right, below, or both; none along the frame."""
+    """Pixels that differ from the one to the right, below, or diagonal; none along the frame."""
     right, below = mask[:, :-1] ^ mask[:, 1:], mask[:-1] ^ mask[1:]
     found = np.zeros_like(mask)
     found[:, :-1] |= right
@@ -59,7 +59,7 @@ def _boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _dilate(points: NDArray[np.bool_], radius: int) -> NDArray[np.bool_]:
-    """All pixels within `radius` of one that is set. Few are: a disc is stamped on each."""
+    """All pixels within `radius` of one that is set: few are, so a disc is stamped on each."""
     offset = np.arange(-radius, radius + 1)
     dy, dx = np.nonzero(offset[:, None] ** 2 + offset**2 <= radius**2)  # from 0
     y, x = np.nonzero(points)
@@ -69,15 +69,15 @@ def _dilate(points: NDArray[np.bool_], radius: int) -> NDArray[np.bool_]:
 
 
 def summary(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Mean, recall (share above a half) and decay (first less last quarter) over frames (T,)."""
-    # Neighbouring quarters share a frame, and 0.5 rounds to even: as the released code has it.
+    """Mean, recall (share above 0.5) and decay (first minus last quarter) over frames (T,)."""
+    # Neighbouring quarters share a frame, and 0.5 rounds to even, as in the released code.
     edge = np.round(np.linspace(1, len(values), 5) + 1e-10).astype(int) - 1
     decay = values[: edge[1] + 1].mean() - values[edge[3] :].mean()
     return float(values.mean()), float((values > 0.5).mean()), float(decay)
 
 
-def write(folder: Path, video: Video, found: Sequence[Bytes]) -> None:
-    """The objects `found` in each frame as indexed PNGs, and a sheet of pictures with them."""
+def write_masks(folder: Path, video: Video, found: Sequence[Bytes]) -> None:
+    """Writes the objects `found` in each frame as indexed PNGs, and a sheet of pictures."""
     (folder / video.name).mkdir(parents=True, exist_ok=True)
     for i, ids in enumerate(found):
         write_mask(ids, folder / video.name / f"{video.stem(i)}.png")
@@ -86,7 +86,7 @@ def write(folder: Path, video: Video, found: Sequence[Bytes]) -> None:
 
 
 def sheet(video: Video, found: Sequence[Bytes]) -> Image.Image:
-    """Up to twelve frames of `video`, evenly apart, with the objects tinted and outlined."""
+    """Up to twelve evenly spaced frames of `video`, with the objects tinted and outlined."""
     numbers = np.unique(np.linspace(0, len(video) - 1, PICTURES).round().astype(int)).tolist()
     height = max(1, round(WIDTH * found[0].shape[0] / found[0].shape[1]))
     rows = math.ceil(len(numbers) / COLUMNS)
@@ -94,7 +94,7 @@ def sheet(video: Video, found: Sequence[Bytes]) -> Image.Image:
     for place, i in enumerate(numbers):
         frame = np.array(Image.fromarray(video.frame(i)).resize((WIDTH, height)))
         ids = np.array(Image.fromarray(found[i]).resize((WIDTH, height), Image.Resampling.NEAREST))
-        colour = np.minimum(PALETTE[ids].astype(int) * 2, 255)  # DAVIS's are dark
+        colour = np.minimum(PALETTE[ids].astype(int) * 2, 255)  # DAVIS's colours are dark
         tinted = np.where(ids[..., None] > 0, (1 - TINT) * frame + TINT * colour, frame)
         for k in range(1, int(ids.max()) + 1):
             line = _boundary(ids == k)

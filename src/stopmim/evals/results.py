@@ -1,33 +1,61 @@
-"""The form in which every protocol answers, and the interval of an accuracy."""
+"""The form of every result, and the confidence interval of an accuracy."""
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
+Reading = Literal["held-out", "paper"]  # settings are chosen on training or on test images
+Selection = Literal["none", Reading]  # none: there was nothing to choose
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One number, with what is needed to judge it; a line of results.jsonl."""
+    """One number with its context; a line of results.jsonl."""
 
     name: str  # of the quantity: "accuracy", "rankme"
     protocol: str  # "knn", "linear", ...
-    label: str  # what was to be told from the features; "" if nothing
+    label: str  # label that was predicted; "" if none
     value: float  # accuracies are fractions, 0 to 1
     interval: tuple[float, float] | None  # 95 %, over the test samples
     n: int  # number of test samples
-    selection: Literal["none", "held-out", "paper"]  # on what settings were chosen; paper: on test
+    selection: Selection
     seed: int
-    random_init: float | None = None  # the same quantity for the encoder before training
-    train: int | None = None  # number of labelled samples that something was fitted to
-    setting: str | None = None  # what was chosen
+    random_init: float | None = None  # the same quantity for the untrained encoder
+    train: int | None = None  # number of labelled samples fitted to
+    setting: str | None = None  # the chosen setting
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the interval as `low` and `high`, and nothing that is None."""
+        """Fields for JSON: the interval as `low` and `high`, fields that are None left out."""
         fields = dataclasses.asdict(self)
         fields["low"], fields["high"] = fields.pop("interval") or (None, None)
         return {key: value for key, value in fields.items() if value is not None}
+
+
+class Measured(NamedTuple):
+    """A result and, for an accuracy, which test images were right."""
+
+    result: Result
+    correct: "Tensor | None" = None  # (n,) bool
+
+
+def graded(
+    protocol: str,
+    label: str,
+    correct: "Tensor",
+    *,
+    selection: Selection,
+    seed: int,
+    train: int,
+    setting: str,
+) -> Measured:
+    """Accuracy on test images, given which of them (n,) were right."""
+    common: dict[str, Any] = {"selection": selection, "seed": seed, "train": train}
+    result = accuracy(protocol, label, int(correct.sum()), len(correct), setting=setting, **common)
+    return Measured(result, correct)
 
 
 def accuracy(
@@ -36,33 +64,25 @@ def accuracy(
     correct: int,
     n: int,
     *,
-    selection: Literal["none", "held-out", "paper"],
+    selection: Selection,
     seed: int,
     train: int | None = None,
     setting: str | None = None,
 ) -> Result:
-    """`correct` of `n` test samples, with its interval."""
+    """Accuracy of `correct` out of `n` test samples, with its interval."""
+    interval = wilson_interval(correct, n)
     return Result(
-        "accuracy",
-        protocol,
-        label,
-        correct / n,
-        wilson_interval(correct, n),
-        n,
-        selection,
-        seed,
-        train=train,
-        setting=setting,
+        "accuracy", protocol, label, correct / n, interval, n, selection, seed, None, train, setting
     )
 
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
-    """Where the true fraction lies with 95 %, given `correct` of `n`; never outside 0 to 1."""
+    """95 % interval of the true fraction, given `correct` of `n`; never outside 0 to 1."""
     if not 0 <= correct <= n or n == 0:
         raise ValueError(f"{correct} correct of {n}: there is no such fraction")
-    share, spread = correct / n, Z * Z / n
-    centre = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
-    # At the ends rounding would leave 1e-17, and a 0 that is not 0.
+    share, z2 = correct / n, Z * Z / n
+    centre = (share + z2 / 2) / (1 + z2)
+    half = math.sqrt(share * (1 - share) * z2 + z2 * z2 / 4) / (1 + z2)
+    # Exact at the ends, where rounding would leave 1e-17.
     low = 0.0 if correct == 0 else centre - half
     return low, 1.0 if correct == n else centre + half

@@ -1,4 +1,4 @@
-"""A number over seeds of training: mean, 95 % interval, and paired differences."""
+"""Statistics over training seeds: mean, 95 % interval, paired differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.2
 
 
 class Estimate(NamedTuple):
-    """A mean over `n` seeds; None as `half` width of its interval: one seed has none."""
+    """Mean over `n` seeds with the half width of its 95 % interval, None for a single seed."""
 
     mean: float
     half: float | None
@@ -19,7 +19,7 @@ class Estimate(NamedTuple):
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t; beyond the table by its expansion, good to 4 digits."""
+    """97.5 % quantile of Student's t; beyond the table by an expansion, good to 4 digits."""
     if freedom <= len(T):
         return T[freedom - 1]
     z = Z
@@ -30,6 +30,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
+    """Mean of `values`, one per seed, with its interval by Student's t."""
     n = len(values)
     mean = math.fsum(values) / n
     if n == 1:
@@ -39,9 +40,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
-    """`values` less `baseline`, seed by seed, over the seeds that both have.
+    """Mean difference of `values` and `baseline` over the seeds that both have.
 
-    What a seed does to both, as to the order of the images, is not in the interval.
+    Effects that a seed has on both, such as the order of images, cancel.
     """
     both = sorted(values.keys() & baseline.keys())
     return over_seeds([values[seed] - baseline[seed] for seed in both]) if both else None

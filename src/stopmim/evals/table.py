@@ -1,4 +1,4 @@
-"""Results as people read them: aligned text for a terminal, Markdown, one HTML page, JSON."""
+"""Tables of results: aligned text for a terminal, Markdown, one HTML page, JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stopmim.base.files import write_whole
+from stopmim.base.tables import aligned, markdown
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
 
@@ -18,13 +19,13 @@ CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, str]]:
-    """One row per result, by the names of COLUMNS."""
+    """One row per result, with the columns of COLUMNS."""
     return [dict(zip(COLUMNS, _cells(result), strict=True)) for result in results]
 
 
 def _cells(result: Result) -> tuple[str, ...]:
     def shown(x: float | None) -> str:
-        # Everything but the effective rank is a share.
+        # Everything but the effective rank is a fraction.
         return "" if x is None else f"{x:.1f}" if result.name == "rankme" else f"{100 * x:.1f}"
 
     name = result.protocol
@@ -44,6 +45,7 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
+    """One row per comparison."""
     return [
         {
             "protocol": c.protocol,
@@ -60,29 +62,12 @@ def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
 
 
 def text(table: Sequence[Mapping[str, str]]) -> str:
-    """Aligned columns, without those that are empty throughout."""
-    names = [name for name in table[0] if any(row[name] for row in table)]
-    wide = {name: max(len(name), *(len(row[name]) for row in table)) for name in names}
-    lines = [{name: name for name in names}, *table]
-    return "\n".join(
-        "  ".join(
-            line[name].rjust(wide[name]) if name in RIGHT else line[name].ljust(wide[name])
-            for name in names
-        ).rstrip()
-        for line in lines
-    )
-
-
-def markdown(table: Sequence[Mapping[str, str]], title: str) -> str:
-    names = list(table[0])
-    lines = [names, ["---:" if name in RIGHT else "---" for name in names]]
-    lines += [[row[name].replace("|", "\\|") for name in names] for row in table]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"# {title.replace(chr(10), ' ')}\n\n{body}\n"
+    """Aligned text; empty columns are left out."""
+    return aligned(table, RIGHT) if table else "no results"
 
 
 def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any]) -> str:
-    """One page that needs nothing else, light or dark as the reader has it."""
+    """One self-contained page, light or dark by the reader's preference."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
@@ -91,11 +76,14 @@ def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any
     return page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
 
 
-def write(folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> Path:
-    """evaluation.md, evaluation.html and evaluation.json in `folder`; where the page is."""
+def write_pages(
+    folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]
+) -> Path:
+    """Writes evaluation.md, .html and .json to `folder`; returns the path of the page."""
     table = rows(results)
     tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
-    write_whole(folder / "evaluation.md", markdown(table, title))
+    heading = f"# {title.replace(chr(10), ' ')}\n\n"
+    write_whole(folder / "evaluation.md", f"{heading}{markdown(table, RIGHT)}\n")
     write_whole(folder / "evaluation.html", html(table, title, facts))
     return folder / "evaluation.html"

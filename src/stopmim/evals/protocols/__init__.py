@@ -1,1 +1,45 @@
-"""One file per evaluation protocol."""
+"""The protocols, one file each. A new one costs its file and its line in PROTOCOLS."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from stopmim.evals.protocols.finetune import Finetune as Finetune
+from stopmim.evals.protocols.knn import Knn as Knn
+from stopmim.evals.protocols.linear import Linear as Linear
+from stopmim.evals.protocols.lowshot import Lowshot as Lowshot
+from stopmim.evals.protocols.protocol import Protocol as Protocol
+from stopmim.evals.protocols.rankme import RankMe as RankMe
+from stopmim.evals.protocols.tracking import VideoTracking as VideoTracking
+from stopmim.evals.request import ImageRequest, Request
+
+PROTOCOLS: tuple[type[Protocol], ...] = (Knn, Linear, Lowshot, RankMe, Finetune, VideoTracking)
+
+T = TypeVar("T")
+
+
+def in_suite() -> list[type[Protocol]]:
+    """The protocols of the suite: all that leave the encoder frozen."""
+    return [kind for kind in PROTOCOLS if kind.in_suite]
+
+
+def image_by_image() -> list[type[Protocol]]:
+    """The protocols of the suite that say which test images were right."""
+    return [kind for kind in in_suite() if kind.needs == "labels"]
+
+
+def request_for(kinds: Sequence[type[Protocol]]) -> type[Request]:
+    """The shared options that `kinds` take: tracking alone needs no images."""
+    return Request if all(kind.needs == "videos" for kind in kinds) else ImageRequest
+
+
+def from_options(
+    kinds: Sequence[type[Protocol]], options: Mapping[str, Any]
+) -> tuple[list[Protocol], Request]:
+    """Protocols and request, each with the fields it finds in `options`; other keys are ignored."""
+    return [_filled(kind, options) for kind in kinds], _filled(request_for(kinds), options)
+
+
+def _filled(kind: type[T], options: Mapping[str, Any]) -> T:
+    names = [field.name for field in fields(kind) if field.name in options]  # type: ignore[arg-type]
+    return kind(**{name: options[name] for name in names})

@@ -1,0 +1,78 @@
+"""A protocol: a frozen dataclass of its options, with a name and a method that measures.
+
+Files in this folder import torch inside methods only, see request.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from stopmim.evals.inputs import Inputs
+    from stopmim.evals.results import Measured, Reading
+
+
+class Protocol:
+    """One way to measure an encoder. A subclass is a frozen dataclass, its fields are options."""
+
+    name: ClassVar[str]  # on the command line and in results
+    needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: asked once for each
+    in_suite: ClassVar[bool] = True
+
+    def measure(self, inputs: "Inputs", label: str) -> "Iterator[Measured]":
+        """Yields the results for `label`; it is "" for a protocol that needs none."""
+        raise NotImplementedError
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether the answer depends only on the encoder, the images and the options."""
+        return True
+
+    @property
+    def crops(self) -> str | None:
+        """The published recipe whose crops must be shown, if any; it holds for all protocols."""
+        return None
+
+    def obstacle(self, inputs: "Inputs") -> str:
+        """Reason why this cannot be measured on `inputs`, or ""."""
+        return ""
+
+    def facts(self, inputs: "Inputs") -> dict[str, Any]:
+        """What to record with every result, besides encoder, images and seed."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Selecting(Protocol):
+    """A protocol with a setting to choose."""
+
+    selection: Literal["held-out", "paper", "both"] = "held-out"
+    """where settings are chosen: held-out, on training images; paper, on test images as papers
+    do"""
+
+    @property
+    def readings(self) -> "Sequence[Reading]":
+        """The readings to report, each by its own choice of setting."""
+        return ("held-out", "paper") if self.selection == "both" else (self.selection,)
+
+
+@dataclass(frozen=True)
+class FewLabels(Protocol):
+    """A protocol that fits on few labelled images."""
+
+    per_class: int = 25
+    """labelled images per class, drawn by seed; for finetune, 0 means all"""
+    list: Annotated[Path | None, "FILE"] = None
+    """file with the names of the labelled images instead, e.g. 1percent.txt"""
+
+    def choose(self, inputs: "Inputs", label: str) -> tuple[Sequence[int], str]:
+        """Indices of the labelled training images, and a word on how they were chosen."""
+        from stopmim.evals.lowshot import find_named, per_class
+
+        if self.list is not None:
+            return find_named(inputs.train, self.list), self.list.name
+        y, _ = inputs.labels_of(label)
+        index = per_class(y, self.per_class, inputs.seed)
+        # Small classes contribute every image: then these are fewer than were asked for.
+        return index, f"{int(y[index].bincount().max())}/class"

@@ -1,0 +1,29 @@
+"""The effective rank of features; health/measure.py has the computation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stopmim.evals.protocols.protocol import Protocol
+from stopmim.evals.results import Measured, Result
+
+if TYPE_CHECKING:
+    from stopmim.evals.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class RankMe(Protocol):
+    """Effective rank of the features; needs more test images than features."""
+
+    name = "rankme"
+    needs = "images"
+
+    def obstacle(self, inputs: "Inputs") -> str:
+        n, width = len(inputs.test), inputs.encoder.width
+        return "" if n > width else f"{n} test images cannot fill {width} dimensions"
+
+    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+        from stopmim.evals.features import rankme
+
+        value, n = rankme(inputs.last(inputs.test_x)), len(inputs.test)
+        yield Measured(Result("rankme", self.name, "", value, None, n, "none", inputs.seed))

@@ -1,0 +1,97 @@
+"""Tracking of objects in videos; evals/tracking.py has the computation."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from stopmim.base.errors import UserError
+from stopmim.evals.protocols.protocol import Protocol
+from stopmim.evals.request import check_least
+from stopmim.evals.results import Measured
+
+if TYPE_CHECKING:
+    from stopmim.evals.inputs import Inputs
+
+TRACKED = ("J&F", "J", "F")  # in the suite; recall and decay are left to `eval tracking`
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """How labels are carried from frame to frame; the defaults are DINO's."""
+
+    n_last_frames: int = 7
+    """recent frames to take labels from, besides the first one"""
+    neighbourhood: int = 12
+    """radius in patches within which labels are taken; 0: any distance"""
+    topk: int = 5
+    """most similar patches that a patch takes its label from"""
+    temperature: float = 0.1
+    """of the softmax over their similarities"""
+    compat: Annotated[Literal["released"] | None, "released"] = None
+    """as DINO's code: do not resize frames to whole patches, divide red by 0.228"""
+
+    def __post_init__(self) -> None:
+        check_least(self, n_last_frames=0, neighbourhood=0, topk=1, temperature=1e-6)
+        if self.compat not in (None, "released"):
+            raise UserError(f'--compat {self.compat}: expected "released" or nothing')
+
+
+@dataclass(frozen=True)
+class VideoTracking(Protocol, Propagation):
+    """Propagate object masks through videos: DAVIS, or rendered ones."""
+
+    name = "tracking"
+    needs = "videos"
+    videos: Annotated[str | None, "VIDEOS"] = None
+    """DAVIS folder, or scenes[:count[:size[:seed]]]; default: scenes, in a suite only if the images
+    are scenes"""
+    video_size: Annotated[int | None, "INT"] = None
+    """shorter side of a frame in pixels; default: 480, or for scenes twice the encoder's size"""
+    year: Annotated[Literal["2016", "2017"] | None, "2016|2017"] = None
+    """DAVIS 2016, with one object per video, or 2017; default: the one that the folder lists"""
+    pictures: Annotated[Path | None, "FOLDER"] = None
+    """write the masks found, as PNGs for the DAVIS evaluation and as one sheet per video"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, video_size=1)
+
+    @property
+    def cacheable(self) -> bool:
+        # Videos on disk may change behind their name, and a cached answer draws no pictures.
+        return self.pictures is None and (self.videos or "scenes").split(":")[0] == "scenes"
+
+    def source(self, inputs: "Inputs") -> str | None:
+        """The videos to track, or None."""
+        from stopmim.data.sources.scenes import Scenes
+        from stopmim.data.subset import source
+
+        rendered = isinstance(source(inputs.test), Scenes)
+        return self.videos or ("scenes" if inputs.without_images or rendered else None)
+
+    def facts(self, inputs: "Inputs") -> dict[str, Any]:
+        found: dict[str, Any] = {"videos": self.source(inputs), "size": None}
+        if inputs.without_images:  # in a suite, size is that of images
+            found["size"] = self.video_size
+        return {key: value for key, value in found.items() if value}
+
+    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+        from stopmim.data.videos import open_videos
+        from stopmim.evals.tracking import Tracking, track
+
+        source = self.source(inputs)
+        if source is None:
+            return
+        size = self.video_size or Tracking.size
+        if self.video_size is None and source.split(":")[0] == "scenes":
+            size = 2 * inputs.shown_size  # rendered at 64 px: 480 would be a blur
+        names = [field.name for field in dataclasses.fields(Propagation)]
+        options = Tracking(size=size, **{name: getattr(self, name) for name in names})
+        videos = open_videos(source, self.year)
+        # Nobody wants to see what the untrained encoder finds.
+        out = None if inputs.untrained else self.pictures
+        for result in track(inputs.on_device(), videos, options, device=inputs.device, out=out):
+            if inputs.without_images or result.name in TRACKED:
+                yield Measured(result)

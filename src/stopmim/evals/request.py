@@ -1,0 +1,69 @@
+"""The options that all evaluations share.
+
+Here and in protocols/, the docstring below a field is its help on the command line, and a string
+in `Annotated` is what the help calls its value. torch is not imported, so that help is quick.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from stopmim.base.errors import UserError
+from stopmim.evals.recipes import TaskName
+
+
+def check_least(options: object, **least: float) -> None:
+    """Raises a UserError if a field of `options` is below its least value."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which encoder of a run is evaluated, on what device, and where the results go."""
+
+    branch: Literal["target", "context"] = "target"
+    """encoder of a run: target, the EMA copy that papers evaluate, or context, the trained one"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one"""
+    seed: int = 0
+    """seed of every split and draw"""
+    out: Annotated[Path | None, "FILE|RUN"] = None
+    """where to append one JSON line per result; default: results.jsonl of the run, if ENCODER is
+    one"""
+
+    def __post_init__(self) -> None:
+        check_least(self, seed=0)
+
+
+@dataclass(frozen=True)
+class ImageRequest(Request):
+    """The same, with the images and labels to evaluate on."""
+
+    data: Annotated[str | None, "DATA"] = None
+    """labelled images with a train and a test part: a folder with both, or scenes:N:SIZE:SEED,
+    tested on SEED + 1; default: scenes:4096 at the encoder's size"""
+    train: Annotated[str | None, "DATA"] = None
+    """labelled images to fit on, if the two parts are stored apart; needs --test"""
+    test: Annotated[str | None, "DATA"] = None
+    """labelled images to test on; needs --train"""
+    hold_out: Annotated[float | None, "SHARE"] = None
+    """if --data has one part only: test on this share of each class, e.g. 0.2, and fit on the
+    rest"""
+    skip: Annotated[Path | None, "FILE.jsonl"] = None
+    """leave out the images listed in this file, in both parts: see `stopmim check --fix-list`"""
+    label: Annotated[tuple[str, ...], "NAME ..."] = ()
+    """labels to predict, e.g. count distance; default: all"""
+    size: Annotated[int | None, "INT"] = None
+    """image size in pixels; default: the encoder's"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """precision of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
+    crops: Annotated[TaskName | None, "RECIPE"] = None
+    """crop and resize images as this published recipe does; default: as --recipe, or centre
+    crops"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, size=1)
