@@ -13,6 +13,7 @@ from stopmim.data.sources.open import open_images
 from stopmim.evals.compare import compare
 from stopmim.evals.inputs import Inputs, open_encoder
 from stopmim.evals.protocols import Knn
+from stopmim.evals.request import ImageRequest
 
 
 def main() -> None:
@@ -22,8 +23,8 @@ def main() -> None:
         b = str(stopmim.pretrain("scenes:64:48", "runs/compared", "tiny_cpu", optim=quick).path)
     print(f"A is {a}, B is {b}")
     train, test = open_images("scenes:128:48:1"), open_images("scenes:256:48:2")
-    labels = ("distance", "count")
-    ours, theirs = (Inputs(open_encoder(name), train, test, labels) for name in (a, b))
+    asked = ImageRequest(label=("distance", "count"))
+    ours, theirs = (Inputs(open_encoder(name), train, test, asked) for name in (a, b))
     for one in compare(ours, theirs, [Knn()]):
         low, high = (100 * edge for edge in one.interval)
         verdict = "no difference to be seen" if low <= 0 <= high else "they differ"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from stopmim.base.console import duration, say
+from stopmim.config.schema import Config
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import table
 from stopmim.evals.command import record
 from stopmim.evals.protocols import Knn, Linear, RankMe
 from stopmim.evals.request import ImageRequest
-from stopmim.evals.results import Result
 from stopmim.evals.suite import evaluate
 from stopmim.insight.report import page as report
 from stopmim.method.build import configure
@@ -20,17 +20,21 @@ from stopmim.train.loop import pretrain
 TRAIN, PROBE, TEST = 8192, 4096, 8192  # scenes to pretrain on, to fit probes on, to test on
 # Seeds of the last two. Not 2: the recipe of `tiny_cpu` was tuned on those scenes.
 SEEDS = 1, 3
+PROTOCOLS = (Knn(), Linear(layers="last"), RankMe())
 QUESTIONS = ("count", "distance", "shape")  # objects; depth and shape of the nearest one
 
 
 def demo(out: Path, changes: dict[str, Any]) -> Run:
-    """Pretrains, evaluates, and says where the report is."""
+    """Pretrains, evaluates by protocols of the suite, and says where the report is."""
     begin, config = time.monotonic(), configure("tiny_cpu", changes)
     say(f"rendering {TRAIN} scenes to learn from")
     images = Scenes(TRAIN, size=48, seed=0)
     run = pretrain(images, out, config)
     say(f"evaluating frozen features on {TEST} new scenes, {PROBE} labelled ones to fit on")
-    results = evaluate_run(run)
+    results, facts = evaluate(str(out), PROTOCOLS, request(run.config))
+    lines = out / "results.jsonl"
+    lines.unlink(missing_ok=True)  # of an earlier demo in this folder
+    record(lines, [result.as_dict() for result in results], facts)
     page = report.write(run, images)
     say(table.text(table.rows(results)))
     say("random: the same network before training (random init); accuracies in percent")
@@ -38,18 +42,8 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     return run
 
 
-def evaluate_run(run: Run) -> list[Result]:
-    """Evaluates the encoder by the suite's k-NN, linear probe and RankMe; replaces old results."""
-    data = [
-        f"scenes:{n}:{run.config.image_size}:{seed}"
-        for n, seed in zip((PROBE, TEST), SEEDS, strict=True)
-    ]
-    request = ImageRequest(
-        train=data[0], test=data[1], label=QUESTIONS, seed=run.config.seed, device="cpu"
-    )
-    protocols = [Knn(), Linear(layers="last"), RankMe()]
-    results, facts = evaluate(str(run.path), protocols, request)
-    lines = run.path / "results.jsonl"
-    lines.unlink(missing_ok=True)
-    record(lines, [result.as_dict() for result in results], facts)
-    return results
+def request(config: Config) -> ImageRequest:
+    """Scenes that no preset was tuned on, with the questions to ask about them."""
+    counts = zip((PROBE, TEST), SEEDS, strict=True)
+    train, test = (f"scenes:{n}:{config.image_size}:{seed}" for n, seed in counts)
+    return ImageRequest(train=train, test=test, label=QUESTIONS, seed=config.seed, device="cpu")

@@ -27,20 +27,6 @@ def option(metavar: str) -> Any:
     return arg(metavar=metavar, help_behavior_hint="")
 
 
-def report(kinds: Sequence[type[Protocol]], options: dict[str, Any]) -> None:
-    """Evaluates one encoder."""
-    from stopmim.evals import command
-
-    print(command.report(options["encoder"], *from_options(kinds, options)))
-
-
-def contrast(kinds: Sequence[type[Protocol]], options: dict[str, Any]) -> None:
-    """Compares two encoders."""
-    from stopmim.evals import command
-
-    print(command.contrast(options["a"], options["b"], *from_options(kinds, options)))
-
-
 def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **encoders: str) -> Any:
     """A subcommand with the options of `kinds`, those they share, and positional `encoders`."""
     bases = (request_for(kinds), *reversed(kinds))
@@ -53,12 +39,16 @@ def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **en
     for encoder, text in encoders.items():
         shown = arg(metavar=encoder.upper(), help=text)
         own.append((encoder, Annotated[Positional[str], shown], field(default=MISSING)))
-    act = contrast if len(encoders) > 1 else report
-    body = {
-        "__doc__": about,
-        "__call__": lambda self: act(kinds, dict(vars(self))),
-        "__post_init__": lambda self: None,  # protocols and request check their own fields
-    }
+
+    def call(self: Any) -> None:
+        from stopmim.evals import command
+
+        act: Any = command.contrast if len(encoders) > 1 else command.report
+        names = [getattr(self, encoder) for encoder in encoders]
+        print(act(*names, *from_options(kinds, vars(self))))
+
+    # Protocols and request check their own fields: no __post_init__ here.
+    body = {"__doc__": about, "__call__": call, "__post_init__": lambda self: None}
     kind = make_dataclass(name.capitalize(), own, bases=bases, namespace=body, frozen=True)
     return Annotated[kind, subcommand(name)]
 

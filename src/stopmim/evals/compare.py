@@ -6,15 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.protocols import image_by_image
 from stopmim.evals.protocols.protocol import Protocol
-from stopmim.evals.results import Measured
-from stopmim.evals.suite import measure
+from stopmim.evals.suite import measure, quantity
 
 RESAMPLES = 10_000
 
@@ -48,37 +46,27 @@ def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -
     By default by all protocols that answer image by image: k-NN, linear, low-shot.
     """
     protocols = [kind() for kind in image_by_image()] if protocols is None else protocols
-    found = _pairs(measure(a, protocols), measure(b, protocols), a.seed)
-    if not found:
-        raise UserError("eval compare: none of these protocols answers image by image")
-    return found
-
-
-def _pairs(first: list[Measured], second: list[Measured], seed: int) -> list[Comparison]:
-    def by_key(measured: list[Measured]) -> dict[tuple[str, str, str], Tensor]:
-        return {
-            (m.result.protocol, m.result.label, m.result.selection): m.correct
-            for m in measured
-            if m.correct is not None
-        }
-
-    ours, theirs = by_key(first), by_key(second)
+    theirs = {quantity(m.result): m.correct for m in measure(b, protocols)}
     found = []
-    for key in (key for key in ours if key in theirs):  # two blocks have no "last 4"
-        a, b = ours[key], theirs[key]
-        only_a, only_b, n = int((a & ~b).sum()), int((b & ~a).sum()), len(a)
+    for result, ours in measure(a, protocols):
+        other = theirs.get(quantity(result))  # none for "last 4", if B has two blocks
+        if ours is None or other is None:
+            continue
+        only_a, only_b, n = int((ours & ~other).sum()), int((other & ~ours).sum()), len(ours)
         found.append(
             Comparison(
-                protocol=key[0],
-                label=key[1],
-                selection=key[2],
-                a=int(a.sum()) / n,
-                b=int(b.sum()) / n,
-                interval=bootstrap(only_a, only_b, n, seed),
+                protocol=result.protocol,
+                label=result.label,
+                selection=result.selection,
+                a=int(ours.sum()) / n,
+                b=int(other.sum()) / n,
+                interval=bootstrap(only_a, only_b, n, a.seed),
                 p=mcnemar(only_a, only_b),
                 n=n,
             )
         )
+    if not found:
+        raise UserError("eval compare: none of these protocols answers image by image")
     return found
 
 

@@ -8,7 +8,7 @@ rate per 256 images. The last epoch counts; the best one on test is the reading 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,30 +24,23 @@ from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.evals.features import batches, read
-from stopmim.evals.inputs import Inputs, paired_labels
+from stopmim.evals.inputs import Inputs
 from stopmim.evals.protocols.finetune import RECIPES, Tuning
 from stopmim.evals.randaugment import rand_augment
-from stopmim.evals.results import Reading, Result, accuracy
 from stopmim.evals.views import FINETUNE, View
 from stopmim.method.encoder import EPS, VisionTransformer
 
 __all__ = ["RECIPES", "Classifier", "Tuning", "erase", "finetune", "groups", "mix", "rate"]
 
 
-def finetune(
-    inputs: Inputs,
-    train: Images,
-    label: str,
-    recipe: Tuning,
-    readings: Sequence[Reading] = ("held-out",),
-) -> list[Result]:
-    """Accuracy on the test images of a copy of the encoder, trained on all of `train`.
+def finetune(inputs: Inputs, label: str, recipe: Tuning, *, every_epoch: bool = False) -> list[int]:
+    """Trains a copy of the encoder; returns the number of correct test images after each epoch.
 
-    Test images are resized bicubically, as in MAE; training images are random crops of the same
-    size, flipped and RandAugmented. "held-out" is the last epoch, as nothing is chosen; "paper" is
-    the epoch that is best on test.
+    Unless `every_epoch`, only the last epoch is tested, and 0 stands for the others. Test images
+    are resized bicubically, as in MAE; training images are random crops of the same size, flipped
+    and RandAugmented.
     """
-    y, test_y = paired_labels(train, inputs.test, label)
+    y, test_y = inputs.labels_of(label)
     if len(y.unique()) < 2:
         raise DataError(f"{label}: all {len(y)} training images are of one class")
     tuner = _Tuner(inputs, int(y.max()) + 1, recipe)
@@ -55,20 +48,10 @@ def finetune(
     correct = []
     with Ticker("fine-tuning", recipe.epochs * steps) as ticker:
         for epoch in range(recipe.epochs):
-            tuner.train(train, y, epoch, steps, ticker)
-            tested = epoch == recipe.epochs - 1 or "paper" in readings
+            tuner.train(inputs.train, y, epoch, steps, ticker)
+            tested = every_epoch or epoch == recipe.epochs - 1
             correct.append(tuner.correct(inputs.test, test_y) if tested else 0)
-    best = int(np.argmax(correct))
-    common: dict[str, Any] = {"seed": inputs.seed, "train": len(y)}
-    last = accuracy(
-        "finetune", label, correct[-1], len(test_y), selection="none",
-        setting=f"{recipe.epochs} epochs", **common,
-    )  # fmt: skip
-    highest = accuracy(
-        "finetune best epoch", label, correct[best], len(test_y), selection="paper",
-        setting=f"{best + 1} epochs", **common,
-    )  # fmt: skip
-    return [last if reading == "held-out" else highest for reading in readings]
+    return correct
 
 
 class _Tuner:

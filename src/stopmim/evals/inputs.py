@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from stopmim.evals import cache
 from stopmim.evals.features import frozen
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.request import ImageRequest
+from stopmim.evals.results import Measured, Result, Selection, wilson_interval
 from stopmim.evals.views import TrainView, View, Views
+from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
 from stopmim.method.positions import sincos_2d
 from stopmim.runs import checkpoint
@@ -51,23 +53,21 @@ class NoImages:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """An encoder, and the images it is measured on; features are computed on first use."""
+    """An encoder, and the images it is measured on; features are computed on first use.
+
+    Of the request, `label`, `size`, `crops`, `seed`, `device` and `precision` are used here.
+    """
 
     encoder: Encoder
     train: Images = NoImages()  # noqa: RUF009 - labelled images to fit on
     test: Images = NoImages()  # noqa: RUF009
-    labels: Sequence[str] = ()  # to predict; none: all there are
-    size: int | None = None  # of the images shown, in pixels; None: the encoder's
-    crops: str | None = None  # published recipe whose crops are shown; None: centre crops
-    seed: int = 0
-    device: torch.device | str = "cpu"
-    precision: torch.dtype | None = None
+    request: ImageRequest = ImageRequest()  # noqa: RUF009
     untrained: bool = False  # this is the encoder before training, measured for comparison
 
     def __post_init__(self) -> None:
         patch = getattr(self.encoder, "patch", 1)
-        if self.shown_size % patch:
-            raise UserError(f"--size {self.shown_size}: not a multiple of the patch size, {patch}")
+        if self.size % patch:
+            raise UserError(f"--size {self.size}: not a multiple of the patch size, {patch}")
 
     def untrained_twin(self) -> Self | None:
         """The same with random weights; None if nobody knows how the encoder was initialised."""
@@ -80,34 +80,48 @@ class Inputs:
         return not len(self.test)
 
     @property
-    def shown_size(self) -> int:
-        return self.size or native_size(self.encoder)
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def size(self) -> int:
+        """Size of the images shown to the encoder."""
+        return self.request.size or native_size(self.encoder)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return choose_device(self.request.device)
+
+    @cached_property
+    def precision(self) -> torch.dtype | None:
+        return choose_precision(self.request.precision, self.device)
 
     @cached_property
     def shown(self) -> Views:
         """Views of training images, where they are random, and of test images."""
-        if self.crops is not None:
-            return TASKS[self.crops].views(self.encoder).at(self.shown_size)
-        return Views(TrainView(self.shown_size), middle(self.encoder, self.test, self.shown_size))
+        if self.request.crops is not None:
+            return TASKS[self.request.crops].views(self.encoder).at(self.size)
+        return Views(TrainView(self.size), middle(self.encoder, self.test, self.size))
 
     @cached_property
-    def chosen_labels(self) -> list[str]:
-        return choose_labels(self.train, self.test, self.labels)
+    def labels(self) -> list[str]:
+        """Names of the labels to predict."""
+        return choose_labels(self.train, self.test, self.request.label)
 
     def labels_of(self, name: str) -> tuple[Tensor, Tensor]:
-        """Labels of both parts, (N,) and (n,); equal numbers mean equal classes."""
-        return paired_labels(self.train, self.test, name)
+        """Labels of both parts, (N,) and (n,), where equal numbers mean equal classes."""
+        y, test_y = (torch.from_numpy(images.labels[name]) for images in (self.train, self.test))
+        ours, theirs = (getattr(images, "classes", None) for images in (self.train, self.test))
+        if name == "class" and ours and theirs and ours != theirs:
+            # The parts may number classes differently, and train may lack some.
+            names = list(dict.fromkeys([*ours, *theirs]))
+            test_y = torch.tensor([names.index(c) for c in theirs])[test_y]
+        return y, test_y
 
     def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
         """Features (N, L * D) of the last L blocks, cached; `draw` numbers a random view."""
-        return frozen(
-            self.encoder,
-            images,
-            view,
-            draw=(self.seed, draw),
-            device=self.device,
-            precision=self.precision,
-        )
+        place: dict[str, Any] = {"device": self.device, "precision": self.precision}
+        return frozen(self.encoder, images, view, draw=(self.seed, draw), **place)
 
     @cached_property
     def train_x(self) -> Tensor:
@@ -132,10 +146,19 @@ class Inputs:
         """The last block of features `x`, float32 on the device."""
         return x[:, -self.encoder.width :].to(self.device).float()
 
-    def on_device(self) -> Encoder:
-        if isinstance(self.encoder, nn.Module):
-            self.encoder.to(self.device)
-        return self.encoder
+    def graded(
+        self, protocol: str, label: str, correct: Tensor | int, selection: Selection, train: int,
+        setting: str,
+    ) -> Measured:  # fmt: skip
+        """Accuracy on the test images, given which of them (n,), or how many, were right.
+
+        `train` is the number of images fitted to.
+        """
+        n, right = len(self.test), correct if isinstance(correct, int) else int(correct.sum())
+        interval = wilson_interval(right, n)
+        result = Result("accuracy", protocol, label, right / n, interval, n, selection, self.seed)
+        result = replace(result, train=train, setting=setting)
+        return Measured(result, None if isinstance(correct, int) else correct)
 
     def key(self, labels: Sequence[str]) -> str:
         """Cache key of images, `labels` and views; the device changes no more than rounding."""
@@ -251,14 +274,3 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
                 f"{name}: all {len(train)} training images are of one class: nothing to tell apart"
             )
     return list(wanted)
-
-
-def paired_labels(train: Images, test: Images, name: str) -> tuple[Tensor, Tensor]:
-    """Labels of both parts, (N,) and (n,), where equal numbers mean equal classes."""
-    y, test_y = (torch.from_numpy(images.labels[name]) for images in (train, test))
-    ours, theirs = (getattr(images, "classes", None) for images in (train, test))
-    if name == "class" and ours and theirs and ours != theirs:
-        # The parts may number classes differently, and train may lack some.
-        names = list(dict.fromkeys([*ours, *theirs]))
-        test_y = torch.tensor([names.index(c) for c in theirs])[test_y]
-    return y, test_y

@@ -108,12 +108,20 @@ def _best(heads: list[Head], correct: Tensor, layers: int) -> Head:
 
 @dataclass(frozen=True, eq=False)
 class ProbeResult:
-    """Accuracy as a fraction (0 to 1) with its 95 % interval, and the classifier behind it."""
+    """A solved classifier and its answers on the test set."""
 
-    accuracy: float
+    correct: Tensor  # (n,) bool
     l2: float
-    interval: tuple[float, float]
     weights: Tensor  # (classes, D + 1), intercept last, for standardised features
+
+    @property
+    def accuracy(self) -> float:
+        return int(self.correct.sum()) / len(self.correct)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the accuracy."""
+        return wilson_interval(int(self.correct.sum()), len(self.correct))
 
 
 def linear_probe(
@@ -124,48 +132,28 @@ def linear_probe(
     *,
     seed: int = 0,
     l2s: Sequence[float] = L2S,
+    reading: Reading = "held-out",
+    tolerance: float = TOLERANCE,
 ) -> ProbeResult:
-    """Fits logistic regression with an intercept to all of train and tests it once.
+    """Fits logistic regression with an intercept to all of train and tests it.
 
-    Features are standardised by the training set. This is the held-out reading: nothing that is
-    chosen or fitted depends on the test set.
+    Features are standardised by the training set. In the held-out reading, nothing that is chosen
+    or fitted depends on the test set; in the paper's, l2 is the one that is best on it.
 
     Args:
         train_x: features (N, D), train_y: labels (N,); likewise for the test samples. A test label
             that train does not have counts as wrong.
         seed: of the split of train on which l2 is chosen.
         l2s: penalties to choose from, relative to the mean loss; see `fit_logistic`.
+        tolerance: of the fits that choose l2.
     """
-    l2 = choose_l2(train_x, train_y, seed, l2s)
-    weights = _fit(train_x, train_y, l2)
-    correct = int((_predict(weights, test_x, train_x) == test_y).sum())
-    n = len(test_y)
-    return ProbeResult(correct / n, l2, wilson_interval(correct, n), weights)
-
-
-def solve(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    *,
-    reading: Reading = "held-out",
-    seed: int = 0,
-) -> tuple[Tensor, float]:
-    """Returns which test samples (n,) the solved probe gets right, and its l2.
-
-    l2 is chosen as in `linear_probe`, or, in the reading of the papers, by the test samples.
-    """
-
-    def right(l2: float) -> Tensor:
-        return _predict(_fit(train_x, train_y, l2), test_x, train_x) == test_y
-
     if reading == "held-out":
-        l2 = choose_l2(train_x, train_y, seed, L2S, tolerance=1e-3)  # coarse is enough to choose
-        return right(l2), l2
-    tried = {l2: right(l2) for l2 in L2S}
-    best = max(tried, key=lambda l2: int(tried[l2].sum()))
-    return tried[best], best
+        l2s = [choose_l2(train_x, train_y, seed, l2s, tolerance)]
+    tried = []
+    for l2 in l2s:
+        weights = _fit(train_x, train_y, l2)
+        tried.append(ProbeResult(_predict(weights, test_x, train_x) == test_y, l2, weights))
+    return max(tried, key=lambda probe: int(probe.correct.sum()))
 
 
 def choose_l2(

@@ -17,9 +17,10 @@ FILL = tuple(round(255 * mean) for mean in MEAN)  # colour of uncovered borders
 
 Picture = Image.Image
 Draw = np.random.Generator
+Operation = Callable[[Picture, float, Draw], Picture]
 
 
-def rand_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def rand_augment(image: np.ndarray, rng: Draw) -> np.ndarray:
     """Augments `image` (H, W, 3) uint8 by draws from `rng`."""
     picture = Image.fromarray(image)
     for operation in rng.integers(len(ALL), size=OPERATIONS):
@@ -29,7 +30,7 @@ def rand_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(picture)
 
 
-def _either(value: float, rng: Draw) -> float:
+def _signed(value: float, rng: Draw) -> float:
     return value if rng.random() < 0.5 else -value
 
 
@@ -38,33 +39,9 @@ def _affine(picture: Picture, *numbers: float) -> Picture:
     return picture.transform(picture.size, Image.Transform.AFFINE, numbers, **how)  # type: ignore[arg-type]
 
 
-def _rotate(picture: Picture, s: float, rng: Draw) -> Picture:
-    return picture.rotate(_either(30 * s, rng), Image.Resampling.BICUBIC, fillcolor=FILL)
-
-
-def _shear_x(picture: Picture, s: float, rng: Draw) -> Picture:
-    return _affine(picture, 1, _either(0.3 * s, rng), 0, 0, 1, 0)
-
-
-def _shear_y(picture: Picture, s: float, rng: Draw) -> Picture:
-    return _affine(picture, 1, 0, 0, _either(0.3 * s, rng), 1, 0)
-
-
-def _translate_x(picture: Picture, s: float, rng: Draw) -> Picture:
-    return _affine(picture, 1, 0, _either(0.45 * s, rng) * picture.width, 0, 1, 0)
-
-
-def _translate_y(picture: Picture, s: float, rng: Draw) -> Picture:
-    return _affine(picture, 1, 0, 0, 0, 1, _either(0.45 * s, rng) * picture.height)
-
-
 def _posterize(picture: Picture, s: float, rng: Draw) -> Picture:
     bits = 4 - int(4 * s)
     return ImageOps.posterize(picture, bits) if bits else picture.point(lambda _: 0)
-
-
-def _solarize(picture: Picture, s: float, rng: Draw) -> Picture:
-    return ImageOps.solarize(picture, 256 - min(256, int(256 * s)))
 
 
 def _solarize_add(picture: Picture, s: float, rng: Draw) -> Picture:
@@ -72,28 +49,25 @@ def _solarize_add(picture: Picture, s: float, rng: Draw) -> Picture:
     return picture.point([min(255, v + add) if v < 128 else v for v in range(256)] * 3)
 
 
-def _enhance(kind: Callable[[Picture], ImageEnhance._Enhance]) -> "Operation":
-    def operation(picture: Picture, s: float, rng: Draw) -> Picture:
-        return kind(picture).enhance(max(0.1, 1.0 + _either(0.9 * s, rng)))
-
-    return operation
+def _enhance(kind: Callable[[Picture], ImageEnhance._Enhance]) -> Operation:
+    return lambda picture, s, rng: kind(picture).enhance(max(0.1, 1.0 + _signed(0.9 * s, rng)))
 
 
-Operation = Callable[[Picture, float, Draw], Picture]
+# s is the strength, from 0 to 1.
 ALL: tuple[Operation, ...] = (
-    lambda picture, s, rng: ImageOps.autocontrast(picture),
-    lambda picture, s, rng: ImageOps.equalize(picture),
-    lambda picture, s, rng: ImageOps.invert(picture),
-    _rotate,
+    lambda p, s, rng: ImageOps.autocontrast(p),
+    lambda p, s, rng: ImageOps.equalize(p),
+    lambda p, s, rng: ImageOps.invert(p),
+    lambda p, s, rng: p.rotate(_signed(30 * s, rng), Image.Resampling.BICUBIC, fillcolor=FILL),
     _posterize,
-    _solarize,
+    lambda p, s, rng: ImageOps.solarize(p, 256 - min(256, int(256 * s))),
     _solarize_add,
     _enhance(ImageEnhance.Color),
     _enhance(ImageEnhance.Contrast),
     _enhance(ImageEnhance.Brightness),
     _enhance(ImageEnhance.Sharpness),
-    _shear_x,
-    _shear_y,
-    _translate_x,
-    _translate_y,
+    lambda p, s, rng: _affine(p, 1, _signed(0.3 * s, rng), 0, 0, 1, 0),  # shear
+    lambda p, s, rng: _affine(p, 1, 0, 0, _signed(0.3 * s, rng), 1, 0),
+    lambda p, s, rng: _affine(p, 1, 0, _signed(0.45 * s, rng) * p.width, 0, 1, 0),  # translate
+    lambda p, s, rng: _affine(p, 1, 0, 0, 0, 1, _signed(0.45 * s, rng) * p.height),
 )

@@ -42,40 +42,6 @@ class Measured(NamedTuple):
     correct: "Tensor | None" = None  # (n,) bool
 
 
-def graded(
-    protocol: str,
-    label: str,
-    correct: "Tensor",
-    *,
-    selection: Selection,
-    seed: int,
-    train: int,
-    setting: str,
-) -> Measured:
-    """Accuracy on test images, given which of them (n,) were right."""
-    common: dict[str, Any] = {"selection": selection, "seed": seed, "train": train}
-    result = accuracy(protocol, label, int(correct.sum()), len(correct), setting=setting, **common)
-    return Measured(result, correct)
-
-
-def accuracy(
-    protocol: str,
-    label: str,
-    correct: int,
-    n: int,
-    *,
-    selection: Selection,
-    seed: int,
-    train: int | None = None,
-    setting: str | None = None,
-) -> Result:
-    """Accuracy of `correct` out of `n` test samples, with its interval."""
-    interval = wilson_interval(correct, n)
-    return Result(
-        "accuracy", protocol, label, correct / n, interval, n, selection, seed, None, train, setting
-    )
-
-
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     """95 % interval of the true fraction, given `correct` of `n`; never outside 0 to 1."""
     if not 0 <= correct <= n or n == 0:

@@ -17,7 +17,6 @@ from stopmim.evals.protocols import in_suite
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.request import ImageRequest, Request
 from stopmim.evals.results import Measured, Result
-from stopmim.gpu.devices import choose_device, choose_precision
 
 
 def evaluate(
@@ -43,11 +42,12 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     twin = inputs.untrained_twin()
     if twin is None:
         return results
-    before = {_quantity(m.result): m.result.value for m in measure(twin, possible)}
-    return [dataclasses.replace(r, random_init=before.get(_quantity(r))) for r in results]
+    before = {quantity(m.result): m.result.value for m in measure(twin, possible)}
+    return [dataclasses.replace(r, random_init=before.get(quantity(r))) for r in results]
 
 
-def _quantity(result: Result) -> tuple[str, ...]:
+def quantity(result: Result) -> tuple[str, ...]:
+    """Identity of the number, by which two encoders are compared."""
     return result.name, result.protocol, result.label, result.selection
 
 
@@ -61,7 +61,7 @@ def measure(inputs: Inputs, protocols: Sequence[Protocol]) -> list[Measured]:
 
 def _measure(inputs: Inputs, protocols: list[Protocol]) -> list[Measured]:
     labelled = [p for p in protocols if p.needs == "labels"]
-    labels = inputs.chosen_labels if labelled else []  # wrong ones are reported before any work
+    labels = inputs.labels if labelled else []  # wrong ones are reported before any work
     key = _cache_key(inputs, protocols, labels)
     if key is not None and (cached := cache.load("answers", key)):
         tensors, text = cached
@@ -83,7 +83,7 @@ def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> 
     if not isinstance(inputs.encoder, nn.Module) or not all(p.cacheable for p in protocols):
         return None
     if all(p.needs == "videos" for p in protocols):
-        on = cache.key(inputs.shown_size, inputs.without_images)
+        on = cache.key(inputs.size, inputs.without_images)
     else:
         on = inputs.key(labels)
     facts = [p.facts(inputs) for p in protocols]
@@ -103,26 +103,16 @@ def open_inputs(
 ) -> tuple[Inputs, dict[str, Any]]:
     """Opens encoder and images, and collects the facts to record with every result."""
     encoder, step = open_at(name, request.branch)
-    device = choose_device(request.device)
     facts: dict[str, Any] = {"encoder": name, "branch": request.branch}
     if isinstance(request, ImageRequest):
         train, test = open_pair(encoder, request)
-        inputs = Inputs(
-            encoder,
-            train,
-            test,
-            labels=request.label,
-            size=request.size,
-            crops=request.crops or next((p.crops for p in protocols if p.crops), None),
-            seed=request.seed,
-            device=device,
-            precision=choose_precision(request.precision, device),
-        )
+        crops = request.crops or next((p.crops for p in protocols if p.crops), None)
+        inputs = Inputs(encoder, train, test, dataclasses.replace(request, crops=crops))
         facts["train_data"] = _described(train, request.train or request.data)
         facts["test_data"] = _described(test, request.test or request.data)
         facts |= {"seed": request.seed} | ({"size": request.size} if request.size else {})
     else:
-        inputs = Inputs(encoder, seed=request.seed, device=device)
+        inputs = Inputs(encoder, request=ImageRequest(**vars(request)))
     for protocol in protocols:
         facts |= protocol.facts(inputs)
     return inputs, facts | {"step": step}

@@ -66,24 +66,23 @@ def text(table: Sequence[Mapping[str, str]]) -> str:
     return aligned(table, RIGHT) if table else "no results"
 
 
-def html(table: Sequence[Mapping[str, str]], title: str, facts: Mapping[str, Any]) -> str:
-    """One self-contained page, light or dark by the reader's preference."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
-    )
-    css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
-    page = environment.get_template("table.html")
-    return page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
-
-
 def write_pages(
     folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]
 ) -> Path:
-    """Writes evaluation.md, .html and .json to `folder`; returns the path of the page."""
+    """Writes evaluation.md, .html and .json to `folder`; returns the path of the HTML page.
+
+    The page is self-contained, light or dark by the reader's preference.
+    """
     table = rows(results)
     tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
     heading = f"# {title.replace(chr(10), ' ')}\n\n"
     write_whole(folder / "evaluation.md", f"{heading}{markdown(table, RIGHT)}\n")
-    write_whole(folder / "evaluation.html", html(table, title, facts))
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
+    )
+    css = (HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")
+    page = environment.get_template("table.html")
+    text = page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
+    write_whole(folder / "evaluation.html", text)
     return folder / "evaluation.html"

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError, NonFiniteError
@@ -230,7 +230,7 @@ def track(
     """J&F, J, F, their recall and decay (fractions, over all objects) of `encoder` on `videos`.
 
     Args:
-        device: where the encoder is.
+        device: to run on.
         out: folder for the masks found: ``<video>/00000.png`` as the DAVIS evaluation reads them,
             one picture per video under ``sheets/``, and ``objects.csv``.
         batch_size: frames at a time; affects the features by no more than rounding.
@@ -240,6 +240,8 @@ def track(
         NonFiniteError: the encoder returns NaN or infinity.
     """
     options, folder, scores = options or Tracking(), None if out is None else Path(out), []
+    if isinstance(encoder, nn.Module):
+        encoder.to(device)
     total, done = sum(map(len, videos)), 0
     with evaluating(encoder), Ticker("tracking", total) as ticker:
         for video in videos:

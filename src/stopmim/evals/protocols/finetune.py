@@ -1,17 +1,13 @@
-"""The fine-tuning protocols, published recipes included; evals/finetune.py has the computation."""
+"""The fine-tuning protocol and its published recipes; evals/finetune.py has the computation."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from stopmim.base.errors import UserError
-from stopmim.evals.protocols.protocol import FewLabels, Selecting
+from stopmim.evals.protocols.protocol import FewLabels, Inputs, Measured, Selecting
 from stopmim.evals.request import check_least
-from stopmim.evals.results import Measured
-
-if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Finetune(FewLabels, Selecting):
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(RECIPES[self.recipe], **changes)
 
-    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.data.subset import Some
         from stopmim.evals.finetune import finetune
         from stopmim.method.encoder import VisionTransformer
@@ -89,9 +85,17 @@ class Finetune(FewLabels, Selecting):
             raise UserError("finetune: only a Vision Transformer of ours can be fine-tuned")
         if inputs.untrained and not self.random_init:
             return
-        part, chosen = inputs.train, ""
+        chosen = ""
         if self.list is not None or self.per_class:
             index, how = self.choose(inputs, label)
-            part, chosen = Some(inputs.train, index), f"{how}, "
-        for result in finetune(inputs, part, label, self.tuning, self.readings):
-            yield Measured(dataclasses.replace(result, setting=f"{chosen}{result.setting}"))
+            chosen = f"{how}, "
+            inputs = dataclasses.replace(inputs, train=Some(inputs.train, index))
+        correct = finetune(inputs, label, self.tuning, every_epoch="paper" in self.readings)
+        n, best = len(inputs.train), correct.index(max(correct))
+        for reading in self.readings:
+            if reading == "held-out":  # nothing was chosen
+                setting = f"{chosen}{len(correct)} epochs"
+                yield inputs.graded(self.name, label, correct[-1], "none", n, setting)
+            else:
+                setting, name = f"{chosen}{best + 1} epochs", f"{self.name} best epoch"
+                yield inputs.graded(name, label, correct[best], "paper", n, setting)

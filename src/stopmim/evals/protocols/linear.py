@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from stopmim.evals.protocols.protocol import Selecting
+from stopmim.evals.protocols.protocol import Inputs, Measured, Selecting
 from stopmim.evals.recipes import OWN, TASKS, Recipe, TaskName
 from stopmim.evals.request import check_least
-from stopmim.evals.results import Measured, accuracy, graded
-
-if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
 
 LAYERS = {"last": (1,), "last4": (4,), "both": (1, 4)}
 QUICK = 10**9  # features x classes up to which logistic regression is solved: takes seconds
@@ -24,8 +20,7 @@ class Linear(Selecting):
     layers: Literal["last", "last4", "both"] = "both"
     """blocks whose features the classifier sees, side by side"""
     recipe: Literal["auto", "own", TaskName] = "auto"
-    """published recipe to train classifiers by; own: a grid of learning rates; auto: the exact
-    optimum where that takes seconds, else own"""
+    """published recipe to train by; own: a grid of rates; auto: the exact optimum if quick"""
     views: int = 0
     """random views per training image, used in turn; published: one per epoch; 0: centre crop"""
 
@@ -33,10 +28,10 @@ class Linear(Selecting):
         check_least(self, views=0)
 
     @property
-    def crops(self) -> str | None:
-        return self.recipe if self.recipe in TASKS else None
+    def crops(self) -> TaskName | None:
+        return None if self.recipe == "auto" or self.recipe == "own" else self.recipe
 
-    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         y, _ = inputs.labels_of(label)
         solvable = self.recipe == "auto" and not self.views
         if solvable and inputs.train_x.numel() * len(y.unique()) <= QUICK:
@@ -46,31 +41,29 @@ class Linear(Selecting):
         else:
             yield from self._trained(inputs, label, OWN)
 
-    def _solved(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
-        from stopmim.evals.linear import depths, solve
+    def _solved(self, inputs: Inputs, label: str) -> Iterator[Measured]:
+        from stopmim.evals.linear import depths, linear_probe
 
         y, test_y = (labels.to(inputs.device) for labels in inputs.labels_of(label))
-        width, seed = inputs.encoder.width, inputs.seed
+        both, width = (inputs.train_x, inputs.test_x), inputs.encoder.width
         for reading in self.readings:
             for n in depths(LAYERS[self.layers], inputs.test_x, width):
-                both = inputs.train_x, inputs.test_x
                 x, test_x = (features[:, -n * width :].to(y.device) for features in both)
-                right, l2 = solve(x, y, test_x, test_y, reading=reading, seed=seed)
-                yield graded(
-                    _protocol(n), label, right.cpu(), selection=reading, seed=seed, train=len(y),
-                    setting=f"solved, l2 {l2:g}",
-                )  # fmt: skip
+                # A coarse solution is enough to choose l2.
+                probe = linear_probe(
+                    x, y, test_x, test_y, seed=inputs.seed, reading=reading, tolerance=1e-3
+                )
+                correct, setting = probe.correct.cpu(), f"solved, l2 {probe.l2:g}"
+                yield inputs.graded(_protocol(n), label, correct, reading, len(y), setting)
 
-    def _trained(self, inputs: "Inputs", label: str, recipe: Recipe) -> Iterator[Measured]:
+    def _trained(self, inputs: Inputs, label: str, recipe: Recipe) -> Iterator[Measured]:
         from stopmim.evals.heads import Split
         from stopmim.evals.linear import probes
 
         y, test_y = inputs.labels_of(label)
         train = inputs.random_views(self.views) or [inputs.train_x]
-        split = Split(train, y, inputs.test_x, test_y, inputs.encoder.width)
-        common: dict[str, Any] = {"seed": inputs.seed, "train": len(y)}
         for probe in probes(
-            split,
+            Split(train, y, inputs.test_x, test_y, inputs.encoder.width),
             recipe,
             layers=LAYERS[self.layers],
             readings=self.readings,
@@ -79,16 +72,11 @@ class Linear(Selecting):
             device=inputs.device,
         ):
             name, setting = _protocol(probe.head.layers), str(probe.head)
-            common["selection"] = probe.reading
-            yield graded(name, label, probe.correct, setting=setting, **common)
+            yield inputs.graded(name, label, probe.correct, probe.reading, len(y), setting)
             if probe.reading == "paper":
-                best = probe.best_epoch
-                setting = f"{setting}, epoch {best + 1}"
-                correct = int(probe.epochs[best])
-                name = f"{name} best epoch"
-                yield Measured(
-                    accuracy(name, label, correct, len(test_y), setting=setting, **common)
-                )
+                best, name = probe.best_epoch, f"{name} best epoch"
+                correct, setting = int(probe.epochs[best]), f"{setting}, epoch {best + 1}"
+                yield inputs.graded(name, label, correct, "paper", len(y), setting)
 
 
 def _protocol(layers: int) -> str:

@@ -2,14 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from stopmim.base.errors import DataError
-from stopmim.evals.protocols.protocol import FewLabels
-from stopmim.evals.results import Measured, graded
-
-if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
+from stopmim.evals.protocols.protocol import FewLabels, Inputs, Measured
 
 
 @dataclass(frozen=True)
@@ -18,16 +13,17 @@ class Lowshot(FewLabels):
 
     name = "lowshot"
     released: bool = False
-    """as the released code: standardise test features by their own statistics, resize the shorter
-    side to SIZE"""
+    """as the released code: test features standardised by themselves, images resized to SIZE"""
 
-    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.data.subset import Some
         from stopmim.evals.lowshot import LAMBDA, classify
         from stopmim.evals.views import LOWSHOT
 
         y, test_y = inputs.labels_of(label)
         index, chosen = self.choose(inputs, label)
+        if len(y[index].unique()) < 2:
+            raise DataError(f"{label}: the {len(index)} chosen images are all of one class")
         usual = inputs.shown.test
         view = LOWSHOT["released"].at(usual.size) if self.released else usual
         # If features of all training images were computed, these are among them.
@@ -36,8 +32,6 @@ class Lowshot(FewLabels):
         else:
             x = inputs.features(Some(inputs.train, index), view)
         test_x = inputs.test_x if view == usual else inputs.features(inputs.test, view)
-        if len(y[index].unique()) < 2:
-            raise DataError(f"{label}: the {len(index)} chosen images are all of one class")
         found = classify(
             inputs.last(x),
             y[index].to(inputs.device),
@@ -45,7 +39,5 @@ class Lowshot(FewLabels):
             statistics="test" if self.released else "train",
         )
         setting = f"{chosen}, lambda {LAMBDA}{', released' if self.released else ''}"
-        yield graded(
-            self.name, label, found.cpu() == test_y, selection="none", seed=inputs.seed,
-            train=len(index), setting=setting,
-        )  # fmt: skip
+        correct = found.cpu() == test_y
+        yield inputs.graded(self.name, label, correct, "none", len(index), setting)

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from stopmim.evals.recipes import TaskName
+from stopmim.evals.results import Measured as Measured
+from stopmim.evals.results import Reading
+
 if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
-    from stopmim.evals.results import Measured, Reading
+    from stopmim.evals.inputs import Inputs as Inputs
+else:
+    Inputs = Any  # imports torch; here it is needed as a type only
 
 
 class Protocol:
@@ -20,7 +25,7 @@ class Protocol:
     needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: asked once for each
     in_suite: ClassVar[bool] = True
 
-    def measure(self, inputs: "Inputs", label: str) -> "Iterator[Measured]":
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         """Yields the results for `label`; it is "" for a protocol that needs none."""
         raise NotImplementedError
 
@@ -30,15 +35,15 @@ class Protocol:
         return True
 
     @property
-    def crops(self) -> str | None:
+    def crops(self) -> TaskName | None:
         """The published recipe whose crops must be shown, if any; it holds for all protocols."""
         return None
 
-    def obstacle(self, inputs: "Inputs") -> str:
+    def obstacle(self, inputs: Inputs) -> str:
         """Reason why this cannot be measured on `inputs`, or ""."""
         return ""
 
-    def facts(self, inputs: "Inputs") -> dict[str, Any]:
+    def facts(self, inputs: Inputs) -> dict[str, Any]:
         """What to record with every result, besides encoder, images and seed."""
         return {}
 
@@ -48,11 +53,10 @@ class Selecting(Protocol):
     """A protocol with a setting to choose."""
 
     selection: Literal["held-out", "paper", "both"] = "held-out"
-    """where settings are chosen: held-out, on training images; paper, on test images as papers
-    do"""
+    """choose settings on training images (held-out) or, as papers do, on test images (paper)"""
 
     @property
-    def readings(self) -> "Sequence[Reading]":
+    def readings(self) -> Sequence[Reading]:
         """The readings to report, each by its own choice of setting."""
         return ("held-out", "paper") if self.selection == "both" else (self.selection,)
 
@@ -66,7 +70,7 @@ class FewLabels(Protocol):
     list: Annotated[Path | None, "FILE"] = None
     """file with the names of the labelled images instead, e.g. 1percent.txt"""
 
-    def choose(self, inputs: "Inputs", label: str) -> tuple[Sequence[int], str]:
+    def choose(self, inputs: Inputs, label: str) -> tuple[Sequence[int], str]:
         """Indices of the labelled training images, and a word on how they were chosen."""
         from stopmim.evals.lowshot import find_named, per_class
 

@@ -2,13 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from stopmim.evals.protocols.protocol import Protocol
-from stopmim.evals.results import Measured, Result
-
-if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
+from stopmim.evals.protocols.protocol import Inputs, Measured, Protocol
+from stopmim.evals.results import Result
 
 
 @dataclass(frozen=True)
@@ -18,11 +14,11 @@ class RankMe(Protocol):
     name = "rankme"
     needs = "images"
 
-    def obstacle(self, inputs: "Inputs") -> str:
+    def obstacle(self, inputs: Inputs) -> str:
         n, width = len(inputs.test), inputs.encoder.width
         return "" if n > width else f"{n} test images cannot fill {width} dimensions"
 
-    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.evals.features import rankme
 
         value, n = rankme(inputs.last(inputs.test_x)), len(inputs.test)

@@ -4,15 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from stopmim.base.errors import UserError
-from stopmim.evals.protocols.protocol import Protocol
+from stopmim.evals.protocols.protocol import Inputs, Measured, Protocol
 from stopmim.evals.request import check_least
-from stopmim.evals.results import Measured
-
-if TYPE_CHECKING:
-    from stopmim.evals.inputs import Inputs
 
 TRACKED = ("J&F", "J", "F")  # in the suite; recall and decay are left to `eval tracking`
 
@@ -45,8 +41,7 @@ class VideoTracking(Protocol, Propagation):
     name = "tracking"
     needs = "videos"
     videos: Annotated[str | None, "VIDEOS"] = None
-    """DAVIS folder, or scenes[:count[:size[:seed]]]; default: scenes, in a suite only if the images
-    are scenes"""
+    """DAVIS folder, or scenes[:count[:size[:seed]]]; default: scenes, in suite only for scenes"""
     video_size: Annotated[int | None, "INT"] = None
     """shorter side of a frame in pixels; default: 480, or for scenes twice the encoder's size"""
     year: Annotated[Literal["2016", "2017"] | None, "2016|2017"] = None
@@ -63,7 +58,7 @@ class VideoTracking(Protocol, Propagation):
         # Videos on disk may change behind their name, and a cached answer draws no pictures.
         return self.pictures is None and (self.videos or "scenes").split(":")[0] == "scenes"
 
-    def source(self, inputs: "Inputs") -> str | None:
+    def source(self, inputs: Inputs) -> str | None:
         """The videos to track, or None."""
         from stopmim.data.sources.scenes import Scenes
         from stopmim.data.subset import source
@@ -71,13 +66,12 @@ class VideoTracking(Protocol, Propagation):
         rendered = isinstance(source(inputs.test), Scenes)
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
-    def facts(self, inputs: "Inputs") -> dict[str, Any]:
-        found: dict[str, Any] = {"videos": self.source(inputs), "size": None}
-        if inputs.without_images:  # in a suite, size is that of images
-            found["size"] = self.video_size
+    def facts(self, inputs: Inputs) -> dict[str, Any]:
+        size = self.video_size if inputs.without_images else None  # in a suite, that of images
+        found = {"videos": self.source(inputs), "size": size}
         return {key: value for key, value in found.items() if value}
 
-    def measure(self, inputs: "Inputs", label: str) -> Iterator[Measured]:
+    def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.data.videos import open_videos
         from stopmim.evals.tracking import Tracking, track
 
@@ -86,12 +80,12 @@ class VideoTracking(Protocol, Propagation):
             return
         size = self.video_size or Tracking.size
         if self.video_size is None and source.split(":")[0] == "scenes":
-            size = 2 * inputs.shown_size  # rendered at 64 px: 480 would be a blur
+            size = 2 * inputs.size  # rendered at 64 px: 480 would be a blur
         names = [field.name for field in dataclasses.fields(Propagation)]
         options = Tracking(size=size, **{name: getattr(self, name) for name in names})
         videos = open_videos(source, self.year)
         # Nobody wants to see what the untrained encoder finds.
         out = None if inputs.untrained else self.pictures
-        for result in track(inputs.on_device(), videos, options, device=inputs.device, out=out):
+        for result in track(inputs.encoder, videos, options, device=inputs.device, out=out):
             if inputs.without_images or result.name in TRACKED:
                 yield Measured(result)
