@@ -138,9 +138,6 @@ def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> It
             yield torch.cat(list(ahead))
 
 
-# ------------------------------------------------------------------------------ cached
-
-
 def frozen(
     encoder: Encoder,
     images: Images,
@@ -184,9 +181,6 @@ def frozen(
     if key is not None:
         cache.store("features", key, {"features": found})
     return found
-
-
-# ------------------------------------------------------------------------------ effective rank
 
 
 def rankme(features: Tensor) -> float:

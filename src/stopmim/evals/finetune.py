@@ -161,20 +161,17 @@ class Classifier(nn.Module):
 def groups(model: Classifier, recipe: Tuning) -> list[dict[str, Any]]:
     """Parameter groups by learning rate and weight decay, as in MAE's util/lr_decay.py."""
     found: dict[tuple[float, bool], dict[str, Any]] = {}
+    depth = len(model.drop)
     for name, p in model.named_parameters():
-        scale = recipe.layer_decay ** (len(model.drop) + 1 - layer_of(name, len(model.drop)))
+        layer = depth + 1  # embeddings are layer 0, block i is layer i + 1
+        if name.startswith("encoder."):
+            layer = int(name.split(".")[2]) + 1 if name.startswith("encoder.blocks.") else 0
+        scale = recipe.layer_decay ** (depth + 1 - layer)
         decays = p.ndim > 1 and name not in ("encoder.pos_embed", "encoder.cls_token")
         decay = recipe.weight_decay if decays else 0.0
         new = {"params": [], "scale": scale, "weight_decay": decay}
         found.setdefault((scale, decays), new)["params"].append(p)
     return list(found.values())
-
-
-def layer_of(name: str, depth: int) -> int:
-    """0 for the embedding of patches and positions, i + 1 for block i, depth + 1 for the rest."""
-    if name.startswith("encoder.blocks."):
-        return int(name.split(".")[2]) + 1
-    return 0 if name.startswith("encoder.") else depth + 1
 
 
 def _crops(train: Images, view: View, seed: int, epoch: int) -> Callable[[int], Tensor]:

@@ -92,7 +92,12 @@ def train_heads(
     device = torch.device(device)
     views = [_near(x, device) for x in split.train]
     test, y, test_y = _near(split.test, device), y.to(device), split.test_y.to(device)
-    groups = _groups(heads, recipe, split, seed, device)
+    classes = int(torch.cat([split.y, split.test_y]).max()) + 1
+    key = lambda head: (head.layers, head.norm)  # noqa: E731
+    groups = [
+        _Group(list(alike), recipe, split.width, classes, seed, device)
+        for _, alike in itertools.groupby(sorted(heads, key=key), key)
+    ]
     place = {head: i for i, head in enumerate(heads)}
 
     def update(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
@@ -120,18 +125,6 @@ def train_heads(
                 predicted[rows] = found.cpu()
                 correct[epoch, rows] = (found == test_y).sum(dim=1).cpu()
     return Tested(correct, predicted)
-
-
-def _groups(
-    heads: Sequence[Head], recipe: Recipe, split: Split, seed: int, device: torch.device
-) -> list["_Group"]:
-    """Heads by their input."""
-    classes = int(torch.cat([split.y, split.test_y]).max()) + 1
-    key = lambda head: (head.layers, head.norm)  # noqa: E731
-    return [
-        _Group(list(alike), recipe, split.width, classes, seed, device)
-        for _, alike in itertools.groupby(sorted(heads, key=key), key)
-    ]
 
 
 def _train_epoch(
@@ -204,24 +197,19 @@ class _Group:
     @torch.no_grad()
     def update(self, gradients: tuple[Tensor, ...], rate: Tensor | float) -> None:
         """One update of all heads."""
-        for (name, p), gradient in zip(self.params.items(), gradients, strict=True):
-            self._update(name, p, gradient, rate)
-
-    def _update(self, name: str, p: Tensor, gradient: Tensor, rate: Tensor | float) -> None:
-        def each(values: Tensor) -> Tensor:  # one number per head, broadcast over p
-            return values.view(-1, *[1] * (p.ndim - 1))
-
-        if name in ("weight", "bias") or self.recipe.decay_bn:
-            gradient = gradient + each(self.decay) * p
-        if self.recipe.optimizer == "lars" and name == "weight":
-            size, steep = p.flatten(1).norm(dim=1), gradient.flatten(1).norm(dim=1)
-            trust = torch.where((size > 0) & (steep > 0), TRUST * size / steep, 1.0)
-            gradient = gradient * each(trust)
         factor = self.recipe.momentum
-        ahead = self.momentum[name].mul_(factor).add_(gradient)
-        if self.recipe.optimizer == "sgd":  # Nesterov
-            ahead = gradient + factor * ahead
-        p.sub_(rate * each(self.lr) * ahead)
+        for (name, p), gradient in zip(self.params.items(), gradients, strict=True):
+            per_head = (-1, *[1] * (p.ndim - 1))  # shape of one number per head, to broadcast
+            if name in ("weight", "bias") or self.recipe.decay_bn:
+                gradient = gradient + self.decay.view(per_head) * p
+            if self.recipe.optimizer == "lars" and name == "weight":
+                size, steep = p.flatten(1).norm(dim=1), gradient.flatten(1).norm(dim=1)
+                trust = torch.where((size > 0) & (steep > 0), TRUST * size / steep, 1.0)
+                gradient = gradient * trust.view(per_head)
+            ahead = self.momentum[name].mul_(factor).add_(gradient)
+            if self.recipe.optimizer == "sgd":  # Nesterov
+                ahead = gradient + factor * ahead
+            p.sub_(rate * self.lr.view(per_head) * ahead)
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:

@@ -166,9 +166,6 @@ class Inputs:
         return cache.key(*images, self.shown, self.seed, str(self.precision))
 
 
-# ------------------------------------------------------------------------------ opening
-
-
 def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> Encoder:
     """Opens anything `load_encoder` reads, or ``random:ARCH@SIZE``, an untrained encoder."""
     if not name.startswith("random:"):

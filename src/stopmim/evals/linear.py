@@ -36,9 +36,6 @@ def depths(layers: Sequence[int], features: Tensor, width: int) -> list[int]:
     return list(dict.fromkeys(min(n, features.shape[1] // width) for n in layers))
 
 
-# ------------------------------------------------------------------------------ trained
-
-
 @dataclass(frozen=True, eq=False)  # tensors have no plain ==
 class ChosenHead:
     """The head that one reading chose, and its answers on the test set."""
@@ -101,9 +98,6 @@ def _best(heads: list[Head], correct: Tensor, layers: int) -> Head:
     """The head with this many layers and most correct answers; the first if several tie."""
     own = [i for i, head in enumerate(heads) if head.layers == layers]
     return heads[max(own, key=lambda i: int(correct[i]))]
-
-
-# ------------------------------------------------------------------------------ solved
 
 
 @dataclass(frozen=True, eq=False)

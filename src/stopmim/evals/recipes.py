@@ -80,15 +80,11 @@ class Task:
         return probe(self.dataset, arch, class_token=encoder.pool == "cls")
 
 
-def _tens(epochs: int, *milestones: int) -> Recipe:
-    return Recipe(epochs, milestones=milestones)
-
-
 TASKS: dict[str, Task] = {
-    "imagenet": Task(1000, _tens(28, 8, 16, 24), "imagenet"),
-    "cifar100": Task(100, _tens(28, 8, 16, 24), "cifar100"),
-    "places205": Task(205, _tens(14, 4, 8, 12), "places205"),
-    "inat18": Task(8142, _tens(84, 24, 48, 72), "inat18"),
+    "imagenet": Task(1000, Recipe(28, milestones=(8, 16, 24)), "imagenet"),
+    "cifar100": Task(100, Recipe(28, milestones=(8, 16, 24)), "cifar100"),
+    "places205": Task(205, Recipe(14, milestones=(4, 8, 12)), "places205"),
+    "inat18": Task(8142, Recipe(84, milestones=(24, 48, 72)), "inat18"),
     "clevr_count": Task(8, Recipe(50), "clevr"),
     "clevr_dist": Task(6, Recipe(100), "clevr"),
     # VISSL's for ViT-H: sixteen heads on last block and last four. Rates 6.4 and 0.64.

@@ -52,7 +52,7 @@ def quantity(result: Result) -> tuple[str, ...]:
 
 
 def measure(inputs: Inputs, protocols: Sequence[Protocol]) -> list[Measured]:
-    """Measures one encoder, with the untrained one left out: label by label, then the rest."""
+    """Measures the encoder alone, not its untrained twin: label by label, then the rest."""
     # Cached together: features that one protocol has computed serve the others.
     together = [p for p in protocols if p.cacheable and p.needs != "videos"]
     groups = [together, *([p] for p in protocols if p not in together)]

@@ -73,9 +73,6 @@ class Scores(NamedTuple):
     f: NDArray[np.float64]
 
 
-# --------------------------------------------------------------------------------- propagation
-
-
 def propagate(
     features: Iterable[Tensor], first: Tensor, options: Propagation | None = None
 ) -> Tensor:
@@ -165,9 +162,6 @@ def _resize_ids(ids: Bytes, shape: tuple[int, ...]) -> Bytes:
     return np.array(Image.fromarray(ids).resize((width, height), Image.Resampling.NEAREST))
 
 
-# ------------------------------------------------------------------------------------- results
-
-
 def score(video: Video, found: Sequence[Bytes]) -> list[Scores]:
     """J and F of every object of the first frame, given the masks found in all T frames."""
     truth = [video.mask(i) for i in range(1, len(video) - 1)]
@@ -191,19 +185,11 @@ def results(scores: Sequence[Scores]) -> list[Result]:
     columns = {"J&F": (j[:, 0] + f[:, 0]) / 2, "J": j[:, 0], "F": f[:, 0]}
     for i, what in ((1, "recall"), (2, "decay")):
         columns |= {f"J {what}": j[:, i], f"F {what}": f[:, i]}
-    return [
-        Result(
-            name=name,
-            protocol="tracking",
-            label="objects",
-            value=float(values.mean()),
-            interval=bootstrap_interval(values),
-            n=len(values),
-            selection="none",
-            seed=0,
-        )
-        for name, values in columns.items()
-    ]
+    found = []
+    for name, values in columns.items():
+        mean, interval = float(values.mean()), bootstrap_interval(values)
+        found.append(Result(name, "tracking", "objects", mean, interval, len(values), "none", 0))
+    return found
 
 
 def bootstrap_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
@@ -213,9 +199,6 @@ def bootstrap_interval(values: NDArray[np.float64]) -> tuple[float, float] | Non
     drawn = numpy_generator("bootstrap").integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
-
-
-# ------------------------------------------------------------------------------------- videos
 
 
 def track(
@@ -300,7 +283,10 @@ def follow(
                     f"the encoder gives no finite features for {video.name}; "
                     "was it saved after the loss diverged?"
                 )
-            yield from tokens[:, class_tokens(tokens.shape[1], grid) :]
+            extra = tokens.shape[1] - grid[0] * grid[1]  # a class token, which comes first
+            if extra not in (0, 1):
+                raise ValueError(f"{tokens.shape[1]} tokens for a grid of {grid[0]} x {grid[1]}")
+            yield from tokens[:, extra:]
 
     yield mask
     for soft in propagate_each(features(), first, options):
@@ -327,14 +313,6 @@ def resize_frame(frame: Bytes, size: tuple[int, int]) -> Tensor:
     """Resizes to (3, *size) float32: bilinear, not antialiased, rounded, as cv2.resize does."""
     pixels = torch.from_numpy(frame).permute(2, 0, 1)[None].float()
     return F.interpolate(pixels, size=size, mode="bilinear", align_corners=False)[0].round()
-
-
-def class_tokens(length: int, grid: tuple[int, int]) -> int:
-    """Number of class tokens, 0 or 1, among `length` tokens of a grid."""
-    extra = length - grid[0] * grid[1]
-    if extra not in (0, 1):
-        raise ValueError(f"{length} tokens for a grid of {grid[0]} x {grid[1]} patches")
-    return extra
 
 
 def _write_table(path: Path, scores: Sequence[Scores]) -> None:
