@@ -22,6 +22,7 @@ MOST = 40  # lines of an example, commands aside
 SAYS = {
     "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
     "A mask sampler": {"report": "one half of the image seen"},
+    "An evaluation protocol": {"eval": "centroid"},
     "A target": {"inspect": "I-JEPA of several layers", "report": "I-JEPA of several layers"},
 }
 RUN = """

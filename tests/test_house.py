@@ -34,14 +34,16 @@ weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
-evals evals.cache evals.protocols evals.randaugment evals.regions evals.results evals.views
-evals.protocols.knn evals.protocols.lowshot evals.features evals.inputs evals.recipes
-evals.statistics evals.feature_files evals.heads evals.protocols.tracking evals.protocols.linear
-evals.suite evals.protocols.finetune evals.compare evals.table evals.command
-insight insight.figures insight.report insight.figures.pictures insight.report.results
-insight.figures.curves insight.figures.masks insight.figures.smoothing insight.figures.subject
-insight.figures.sweep insight.figures.collapse insight.figures.norms insight.figures.pca
-insight.figures.prediction insight.figures.similarity insight.figures.uncertainty insight.analyse
+evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.views
+evals.features evals.recipes evals.statistics evals.feature_files evals.heads evals.request
+evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
+evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
+evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
+evals.table evals.command
+insight insight.figures insight.report insight.figures.pictures insight.figures.curves
+insight.figures.masks insight.figures.smoothing insight.figures.subject insight.figures.sweep
+insight.figures.collapse insight.figures.norms insight.figures.pca insight.figures.prediction
+insight.figures.similarity insight.figures.uncertainty insight.report.results insight.analyse
 insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run

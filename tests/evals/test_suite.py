@@ -32,22 +32,13 @@ from stopmim.data.subset import Subset
 from stopmim.evals import cache, table
 from stopmim.evals.compare import Comparison, bootstrap, compare, mcnemar
 from stopmim.evals.features import frozen
-from stopmim.evals.finetune import (
-    RECIPES,
-    Classifier,
-    Tuning,
-    erase,
-    finetune,
-    groups,
-    mix,
-    rate,
-)
+from stopmim.evals.finetune import Classifier, erase, finetune, groups, mix, rate
 from stopmim.evals.inputs import Inputs, open_encoder, open_pair, untrained
 from stopmim.evals.knn import choose_k, knn_predict
 from stopmim.evals.lowshot import classify, find_named, per_class
 from stopmim.evals.protocols import Finetune, Knn, Linear, Lowshot, Protocol, RankMe, VideoTracking
 from stopmim.evals.randaugment import ALL, rand_augment
-from stopmim.evals.recipes import TASKS, TaskName
+from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result
 from stopmim.evals.suite import measure, suite
@@ -430,7 +421,7 @@ def test_the_released_reading_standardises_test_features_among_themselves() -> N
 def test_test_classes_go_by_name_and_not_by_number() -> None:
     train, test = Coloured(8), Coloured(8, seed=1)
     train.classes, test.classes = ["a", "b", "c", "d"], ["b", "c", "d", "e"]  # type: ignore[attr-defined]
-    for part in (train, Some(train, range(4))):
+    for part in (train, Subset(train, range(4))):
         _, test_y = Inputs(Planted(), part, test).labels_of("class")
         assert test_y.tolist() == (test.labels["class"] + 1).tolist()
     (shifted,) = measure(Inputs(Planted(), train, test), [Knn()])
@@ -538,7 +529,7 @@ def test_an_encoder_that_knows_is_better_than_one_that_does_not_and_equal_to_its
 def test_layers_decay_as_published_and_one_dimensional_weights_and_positions_do_not() -> None:
     encoder = VisionTransformer(24, 6, width=12, depth=3, heads=2)
     model = Classifier(encoder, 5, 0.1)
-    found = groups(model, RECIPES["mae-base"])
+    found = groups(model, TUNINGS["mae-base"])
     known = {id(p): (g["scale"], g["weight_decay"]) for g in found for p in g["params"]}
     assert len(known) == len(list(model.parameters()))
     names = dict(model.named_parameters())
@@ -558,11 +549,11 @@ def test_layers_decay_as_published_and_one_dimensional_weights_and_positions_do_
 
 
 def test_published_rates_of_fine_tuning() -> None:
-    recipe = RECIPES["one-percent"]
+    recipe = TUNINGS["one-percent"]
     assert [rate(recipe, step, 25) for step in (0, 25, 125, 1250)] == pytest.approx(
         [0, 6e-6, 3e-5, 1e-6]
     )
-    large = RECIPES["mae-large"]
+    large = TUNINGS["mae-large"]
     assert (large.lr, large.layer_decay, large.drop_path) == (4e-3, 0.75, 0.2)
     assert (large.mixup, large.cutmix, large.erase) == (0.8, 1.0, 0.25)
     assert (recipe.mixup, recipe.cutmix, recipe.erase, recipe.drop_path) == (0, 0, 0, 0)
@@ -831,7 +822,7 @@ def test_a_mistake_is_one_line(
 
 def test_recipes_of_the_command_line_are_those_there_are() -> None:
     assert {*get_args(TaskName)} == {*TASKS}
-    for protocol, names in ((Linear, {"auto", "own", *TASKS}), (Finetune, {*RECIPES})):
+    for protocol, names in ((Linear, {"auto", "own", *TASKS}), (Finetune, {*TUNINGS})):
         types = {field.name: field.type for field in dataclasses.fields(protocol)}
         assert {*get_args(types["recipe"])} == names
 

@@ -31,8 +31,9 @@ from stopmim.base.files import append_jsonl, read_jsonl, write_whole
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config
 from stopmim.data.workers import cores
-from stopmim.evals import command
-from stopmim.evals.inputs import open_at
+from stopmim.evals.protocols import PROTOCOLS, from_options
+from stopmim.evals.recipes import TASKS
+from stopmim.evals.suite import evaluate
 from stopmim.health.doctor import diagnose
 from stopmim.health.log import training_seconds
 from stopmim.runs.run import Run
@@ -183,16 +184,11 @@ def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     """Asks the encoder called `name`."""
     options = question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
-    request = command.Request(**options)
-    encoder, step = open_at(name, request.branch)
-    match question.protocols:
-        case ("tracking",):
-            results, facts = command.tracked(name, encoder, request)
-        case ("finetune",):
-            results, facts = command.tuned(name, encoder, request, "one-percent", {})
-        case protocols:
-            results, facts = command.asked(name, encoder, request, protocols)
-    facts["step"] = step
+    recipe = options.pop("recipe", None)  # all protocols show its crops, linear trains by it
+    options |= {"crops": recipe} if recipe in TASKS else {}
+    options |= {"recipe": recipe} if recipe and "linear" in question.protocols else {}
+    kinds = [kind for kind in PROTOCOLS if kind.name in question.protocols]
+    results, facts = evaluate(name, *from_options(kinds, options))
     return [facts | result.as_dict() | {"on": question.on} for result in results]
 
 

@@ -20,6 +20,14 @@ class UserError(Exception):
     exit_code = 2
 
 
+def check_least(options: object, **least: float) -> None:
+    """Raises a UserError if a field of `options` is below its least value."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
+
+
 class DataError(UserError):
     """No images, too many broken images, or not the images that the run started with."""
 

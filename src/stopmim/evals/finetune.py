@@ -25,12 +25,10 @@ from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import Inputs
-from stopmim.evals.protocols.finetune import RECIPES, Tuning
 from stopmim.evals.randaugment import rand_augment
+from stopmim.evals.recipes import Tuning
 from stopmim.evals.views import FINETUNE, View
 from stopmim.method.encoder import EPS, VisionTransformer
-
-__all__ = ["RECIPES", "Classifier", "Tuning", "erase", "finetune", "groups", "mix", "rate"]
 
 
 def finetune(inputs: Inputs, label: str, recipe: Tuning, *, every_epoch: bool = False) -> list[int]:

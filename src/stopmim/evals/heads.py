@@ -107,7 +107,7 @@ def train_heads(
         return {"loss": torch.stack([loss for loss, _ in found]).sum()}
 
     # A step is hundreds of tiny kernels on a GPU: a CUDA graph saves their launches.
-    step = Recorded(update, device) if device.type == "cuda" else update
+    step = CudaGraphs(update, device) if device.type == "cuda" else update
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
     with (

@@ -18,7 +18,7 @@ from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import held_out, source
+from stopmim.data.subset import split_by_class, underlying
 from stopmim.evals import cache
 from stopmim.evals.features import frozen
 from stopmim.evals.recipes import TASKS
@@ -238,7 +238,9 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
                     f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or "
                     f"give the training images alone as --data"
                 )
-            return held_out(without_skipped(open_images(data), request.skip), share, request.seed)
+            return split_by_class(
+                without_skipped(open_images(data), request.skip), share, request.seed
+            )
         parts = open_images(data, "train"), open_images(data, "test")
         return both_without_skipped(*parts, request.skip)
     if train is None or test is None:

@@ -1,14 +1,16 @@
-"""The published linear probes as data: how a classifier is trained on which data set.
+"""The published protocols as data: linear probes, fine-tuning, and the tracking of objects.
 
-The numbers come from the VISSL configs behind the I-JEPA and StoP tables (commit 09270ed2,
-configs/config/benchmark/linear_image_classification) and from MAE's main_linprobe.py.
+Linear probes come from the VISSL configs behind the I-JEPA and StoP tables (commit 09270ed2,
+configs/config/benchmark/linear_image_classification) and from MAE's main_linprobe.py, fine-tuning
+from I-JEPA (see finetune.py) and MAE, tracking from DINO.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from stopmim.base import schedules
+from stopmim.base.errors import UserError, check_least
 from stopmim.config.architectures import SIZES
 
 if TYPE_CHECKING:  # the command line reads the names of recipes, and torch is slow to import
@@ -109,3 +111,60 @@ TASKS: dict[str, Task] = {
 
 # For other data, whose best rate is unknown: chosen from a grid, on a part of train.
 OWN = Recipe(50, lr_factors=(0.1, 1.0, 10.0, 100.0))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How an encoder is fine-tuned."""
+
+    epochs: int = 50
+    batch_size: int = 512
+    lr: float = 3e-5
+    weight_decay: float = 0.05
+    layer_decay: float = 0.75
+    warmup_epochs: float = 5
+    final_lr: float = 1e-6
+    smoothing: float = 0.1  # of labels
+    drop_path: float = 0.0  # in the last block, rising linearly from 0 in the first
+    mixup: float = 0.0  # alpha of its beta distribution; 0: off
+    cutmix: float = 0.0
+    erase: float = 0.0  # probability that a part of an image becomes noise
+
+    def __post_init__(self) -> None:
+        check_least(self, epochs=1, batch_size=1, lr=0, weight_decay=0)
+
+
+def _mae(epochs: int, base: float, layer_decay: float, drop_path: float) -> Tuning:
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "erase": 0.25}
+    return Tuning(epochs, 1024, base * 1024 / 256, 0.05, layer_decay, drop_path=drop_path, **mixing)
+
+
+TuningName = Literal["one-percent", "one-percent-huge", "mae-base", "mae-large", "mae-huge"]
+TUNINGS: dict[str, Tuning] = {
+    "one-percent": Tuning(),  # ViT-L/16
+    "one-percent-huge": Tuning(weight_decay=0.4),  # ViT-H/14, and ViT-H/16 at 448 px
+    "mae-base": _mae(100, 5e-4, 0.65, 0.1),
+    "mae-large": _mae(50, 1e-3, 0.75, 0.2),
+    "mae-huge": _mae(50, 1e-3, 0.75, 0.3),
+}
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """How labels are carried from frame to frame; the defaults are DINO's."""
+
+    n_last_frames: int = 7
+    """recent frames to take labels from, besides the first one"""
+    neighbourhood: int = 12
+    """radius in patches within which labels are taken; 0: any distance"""
+    topk: int = 5
+    """most similar patches that a patch takes its label from"""
+    temperature: float = 0.1
+    """of the softmax over their similarities"""
+    compat: Annotated[Literal["released"] | None, "released"] = None
+    """as DINO's code: do not resize frames to whole patches, divide red by 0.228"""
+
+    def __post_init__(self) -> None:
+        check_least(self, n_last_frames=0, neighbourhood=0, topk=1, temperature=1e-6)
+        if self.compat not in (None, "released"):
+            raise UserError(f'--compat {self.compat}: expected "released" or nothing')

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from stopmim.base.errors import UserError
+from stopmim.base.errors import check_least
 from stopmim.evals.recipes import TaskName
-
-
-def check_least(options: object, **least: float) -> None:
-    """Raises a UserError if a field of `options` is below its least value."""
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= low:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
 
 
 @dataclass(frozen=True)

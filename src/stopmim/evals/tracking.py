@@ -25,14 +25,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stopmim.base.console import Ticker
-from stopmim.base.errors import DataError, NonFiniteError
+from stopmim.base.errors import DataError, NonFiniteError, check_least
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.crops import STD, normalise
 from stopmim.data.videos import Bytes, Video
 from stopmim.evals.features import evaluating
-from stopmim.evals.protocols.tracking import Propagation
+from stopmim.evals.recipes import Propagation
 from stopmim.evals.regions import boundary_f, jaccard, summary, write_masks
-from stopmim.evals.request import check_least
 from stopmim.evals.results import Result
 from stopmim.method.encoder import Encoder
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from stopmim.base.errors import check_least
 from stopmim.evals.protocols.protocol import Inputs, Measured, Selecting
 from stopmim.evals.recipes import OWN, TASKS, Recipe, TaskName
-from stopmim.evals.request import check_least
 
 LAYERS = {"last": (1,), "last4": (4,), "both": (1, 4)}
 QUICK = 10**9  # features x classes up to which logistic regression is solved: takes seconds

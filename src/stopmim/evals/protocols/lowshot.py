@@ -16,7 +16,7 @@ class Lowshot(FewLabels):
     """as the released code: test features standardised by themselves, images resized to SIZE"""
 
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
-        from stopmim.data.subset import Some
+        from stopmim.data.subset import Subset
         from stopmim.evals.lowshot import LAMBDA, classify
         from stopmim.evals.views import LOWSHOT
 
@@ -30,7 +30,7 @@ class Lowshot(FewLabels):
         if view == usual and "train_x" in vars(inputs):
             x = inputs.train_x[index]
         else:
-            x = inputs.features(Some(inputs.train, index), view)
+            x = inputs.features(Subset(inputs.train, index), view)
         test_x = inputs.test_x if view == usual else inputs.features(inputs.test, view)
         found = classify(
             inputs.last(x),

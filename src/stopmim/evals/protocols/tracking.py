@@ -6,32 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from stopmim.base.errors import UserError
+from stopmim.base.errors import check_least
 from stopmim.evals.protocols.protocol import Inputs, Measured, Protocol
-from stopmim.evals.request import check_least
+from stopmim.evals.recipes import Propagation
 
 TRACKED = ("J&F", "J", "F")  # in the suite; recall and decay are left to `eval tracking`
-
-
-@dataclass(frozen=True)
-class Propagation:
-    """How labels are carried from frame to frame; the defaults are DINO's."""
-
-    n_last_frames: int = 7
-    """recent frames to take labels from, besides the first one"""
-    neighbourhood: int = 12
-    """radius in patches within which labels are taken; 0: any distance"""
-    topk: int = 5
-    """most similar patches that a patch takes its label from"""
-    temperature: float = 0.1
-    """of the softmax over their similarities"""
-    compat: Annotated[Literal["released"] | None, "released"] = None
-    """as DINO's code: do not resize frames to whole patches, divide red by 0.228"""
-
-    def __post_init__(self) -> None:
-        check_least(self, n_last_frames=0, neighbourhood=0, topk=1, temperature=1e-6)
-        if self.compat not in (None, "released"):
-            raise UserError(f'--compat {self.compat}: expected "released" or nothing')
 
 
 @dataclass(frozen=True)
@@ -61,9 +40,9 @@ class VideoTracking(Protocol, Propagation):
     def source(self, inputs: Inputs) -> str | None:
         """The videos to track, or None."""
         from stopmim.data.sources.scenes import Scenes
-        from stopmim.data.subset import source
+        from stopmim.data.subset import underlying
 
-        rendered = isinstance(source(inputs.test), Scenes)
+        rendered = isinstance(underlying(inputs.test), Scenes)
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
