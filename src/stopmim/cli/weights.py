@@ -74,5 +74,8 @@ class Features:
 
     def __call__(self) -> None:
         from stopmim.evals.feature_files import write_features
+        from stopmim.weights.load import load_encoder
 
-        print(write_features(**{field.name: getattr(self, field.name) for field in fields(self)}))
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        loading = options.pop("encoder"), options.pop("branch"), options.pop("heads")
+        print(write_features(encoder=load_encoder(*loading), **options))

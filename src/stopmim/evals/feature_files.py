@@ -15,7 +15,7 @@ from stopmim.method.encoder import Encoder
 from stopmim.weights.load import load_encoder
 
 
-def write_features(  # ten parameters: one per option of `stopmim features`
+def write_features(
     data: str | Path | Images,
     encoder: str | Path | Encoder,
     out: str | Path,
@@ -24,8 +24,6 @@ def write_features(  # ten parameters: one per option of `stopmim features`
     pool: Literal["auto", "mean", "cls"] = "auto",
     size: int | None = None,
     skip: str | Path | None = None,
-    branch: Literal["target", "context"] = "target",
-    heads: int | None = None,
     device: str = "auto",
 ) -> Path:
     """Writes names, features and labels of all images of `data` to `out`, .npz or .parquet.
@@ -47,7 +45,7 @@ def write_features(  # ten parameters: one per option of `stopmim features`
         raise StorageError(f"{out.parent}: no such folder")
     network: Any = encoder  # an Encoder that also has `side` and `blocks`
     if isinstance(encoder, str | Path):
-        network = load_encoder(encoder, branch, heads)
+        network = load_encoder(encoder)
     check(network, layers, pool, size)
     images, where = without_skipped(open_images(data), skip), choose_device(device)
     network.to(where)
