@@ -39,16 +39,8 @@ def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **en
     for encoder, text in encoders.items():
         shown = arg(metavar=encoder.upper(), help=text)
         own.append((encoder, Annotated[Positional[str], shown], field(default=MISSING)))
-
-    def call(self: Any) -> None:
-        from stopmim.evals import command
-
-        act: Any = command.contrast if len(encoders) > 1 else command.report
-        names = [getattr(self, encoder) for encoder in encoders]
-        print(act(*names, *from_options(kinds, vars(self))))
-
-    # Protocols and request check their own fields: no __post_init__ here.
-    body = {"__doc__": about, "__call__": call, "__post_init__": lambda self: None}
+    body: dict[str, Any] = {"__doc__": about, "kinds": kinds, "encoders": tuple(encoders)}
+    body["__post_init__"] = lambda self: None  # protocols and request check their own fields
     kind = make_dataclass(name.capitalize(), own, bases=bases, namespace=body, frozen=True)
     return Annotated[kind, subcommand(name)]
 
@@ -71,4 +63,9 @@ class Eval:
     protocol: _COMMANDS
 
     def __call__(self) -> None:
-        self.protocol()
+        from stopmim.evals import command
+
+        options = vars(self.protocol)
+        names = [options[encoder] for encoder in self.protocol.encoders]
+        act: Any = command.contrast if len(names) > 1 else command.report
+        print(act(*names, *from_options(self.protocol.kinds, options)))

@@ -23,8 +23,7 @@ class Request:
     seed: int = 0
     """seed of every split and draw"""
     out: Annotated[Path | None, "FILE|RUN"] = None
-    """where to append one JSON line per result; default: results.jsonl of the run, if ENCODER is
-    one"""
+    """file for one JSON line per result; default: results.jsonl of the run, if ENCODER is one"""
 
     def __post_init__(self) -> None:
         check_least(self, seed=0)
@@ -35,15 +34,14 @@ class ImageRequest(Request):
     """The same, with the images and labels to evaluate on."""
 
     data: Annotated[str | None, "DATA"] = None
-    """labelled images with a train and a test part: a folder with both, or scenes:N:SIZE:SEED,
-    tested on SEED + 1; default: scenes:4096 at the encoder's size"""
+    """labelled images in train and test parts: a folder, or scenes:N:SIZE:SEED (test: SEED + 1);
+    default: scenes:4096 at the encoder's size"""
     train: Annotated[str | None, "DATA"] = None
     """labelled images to fit on, if the two parts are stored apart; needs --test"""
     test: Annotated[str | None, "DATA"] = None
     """labelled images to test on; needs --train"""
     hold_out: Annotated[float | None, "SHARE"] = None
-    """if --data has one part only: test on this share of each class, e.g. 0.2, and fit on the
-    rest"""
+    """if --data has one part only: share of each class to test on, e.g. 0.2"""
     skip: Annotated[Path | None, "FILE.jsonl"] = None
     """leave out the images listed in this file, in both parts: see `stopmim check --fix-list`"""
     label: Annotated[tuple[str, ...], "NAME ..."] = ()
@@ -53,8 +51,7 @@ class ImageRequest(Request):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
     crops: Annotated[TaskName | None, "RECIPE"] = None
-    """crop and resize images as this published recipe does; default: as --recipe, or centre
-    crops"""
+    """crop and resize as this published recipe does; default: as --recipe, or centre crops"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ class Finetune(FewLabels, Selecting):
     batch_size: Annotated[int | None, "INT"] = None
     """default: the recipe's"""
     lr: Annotated[float | None, "FLOAT"] = None
-    """default: the recipe's"""
+    """peak learning rate; default: the recipe's"""
     weight_decay: Annotated[float | None, "FLOAT"] = None
     """default: the recipe's"""
     random_init: bool = False
