@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench.step import machine, written
+from stopmim.bench.timing import machine, record_lines
 from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.lowshot import LAMBDA, fit_logistic, standardise
 from stopmim.evals.recipes import Recipe

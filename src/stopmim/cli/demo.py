@@ -12,7 +12,7 @@ from stopmim.evals.command import record
 from stopmim.evals.protocols import Knn, Linear, RankMe
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.suite import evaluate
-from stopmim.insight.report import page as report
+from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
@@ -35,7 +35,7 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     lines = out / "results.jsonl"
     lines.unlink(missing_ok=True)  # of an earlier demo in this folder
     record(lines, [result.as_dict() for result in results], facts)
-    page = report.write(run, images)
+    page = write_report(run, images)
     say(table.text(table.rows(results)))
     say("random: the same network before training (random init); accuracies in percent")
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")

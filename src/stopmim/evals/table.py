@@ -81,7 +81,7 @@ def write_pages(
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
-    css = (HERE.parent / "insight" / "report" / "report.css").read_text(encoding="utf-8")
+    css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     page = environment.get_template("table.html")
     text = page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
     write_whole(folder / "evaluation.html", text)
