@@ -48,7 +48,7 @@ insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
 bench bench.timing bench.loader bench.probe bench.step bench.growth
-cli.demo cli.evaluate cli.options cli.wrong_input cli.benchmarks cli.insight cli.presets
+cli.demo cli.options cli.evaluate cli.wrong_input cli.benchmarks cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__
 __main__

@@ -20,6 +20,7 @@ from stopmim.ablations.trial import Answer, Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
 from stopmim.base.files import write_whole
+from stopmim.config.architectures import printed
 from stopmim.evals.protocols.tracking import TRACKED
 from stopmim.evals.statistics import Estimate, over_seeds, paired
 from stopmim.insight.analyse import DPI

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from tyro import MISSING
 from tyro.conf import Positional, arg, subcommand
 
+from stopmim.cli.options import option
 from stopmim.evals.protocols import (
     PROTOCOLS,
     Protocol,
@@ -17,14 +18,6 @@ from stopmim.evals.protocols import (
 )
 
 ENCODER = "run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"
-
-
-def option(metavar: str) -> Any:
-    """Names the value of an optional option in the help, without "(default: None)".
-
-    The text of such an option says what happens by default.
-    """
-    return arg(metavar=metavar, help_behavior_hint="")
 
 
 def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **encoders: str) -> Any:
