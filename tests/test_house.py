@@ -34,9 +34,9 @@ weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
-evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.views
-evals.features evals.recipes evals.statistics evals.feature_files evals.heads evals.request
-evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
+evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
+evals.views evals.features evals.recipes evals.statistics evals.feature_files evals.heads
+evals.request evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table evals.command
@@ -48,7 +48,7 @@ insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
 bench bench.timing bench.loader bench.probe bench.step bench.growth
-cli.demo cli.options cli.evaluate cli.wrong_input cli.benchmarks cli.insight cli.presets
+cli.demo cli.options cli.wrong_input cli.benchmarks cli.evaluate cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__
 __main__
