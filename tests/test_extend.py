@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tiny import NoiseImages
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -23,6 +26,8 @@ SAYS = {
     "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
     "A mask sampler": {"report": "one half of the image seen"},
     "An evaluation protocol": {"eval": "centroid"},
+    "A source of images": {"check": "40 images scanned", "inspect": "48x48 pixels"},
+    "A weight format": {"inspect": "NumPy arrays", "eval": "knn"},
     "A target": {"inspect": "I-JEPA of several layers", "report": "I-JEPA of several layers"},
 }
 RUN = """
@@ -79,6 +84,9 @@ def test_an_example_needs_only_the_files_it_names(example: str, tmp_path: Path) 
         add(block, package)
     for block in blocks(example, "diff"):
         apply(block, package)
+    (tmp_path / "my_arrays").mkdir()
+    for i, image in enumerate(NoiseImages(40).images):
+        np.save(tmp_path / "my_arrays" / f"{i}.npy", image)
     commands = [line for block in blocks(example, "sh") for line in block.splitlines()]
     done = subprocess.run(
         [sys.executable, "-c", RUN],
