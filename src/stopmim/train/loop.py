@@ -8,7 +8,6 @@ import contextlib
 import math
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,18 @@ def train(
     images: Images, source: str, path: Path, config: Config, stop_at: int | None, world: World
 ) -> None:
     """Sets up or resumes a run, and makes its updates."""
-    run = _set_up(images, source, path, config, world)
+    run = _Training(images, source, path, config, world)
     step, total, device, runtime = run.step, run.total, run.device, config.runtime
     if step >= total:
         say(f"{path}: finished, all {total} updates are done")
         return
     if stop_at is not None and step >= stop_at:
         return
-    # This rank's images as slices of the global batch, one slice per gradient accumulation.
-    parts = shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size)
     batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
     update = run.update
     beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
     bad_files = BadFiles(path, len(images), config.data.max_bad)
-    draws = Draws(run.model, config, batches, parts, bad_files, amp=run.amp, beside=beside)
+    draws = Draws(run.model, config, batches, run.parts, bad_files, amp=run.amp, beside=beside)
     run.model.train()
     with (
         mirror(runtime.mirror if world.first else "none", path, step) as show,
@@ -142,8 +139,8 @@ def train(
                 draws.bad.clear()
             save |= number > 0
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
-            if (log or save or device.type == "cpu") and bool(run.plain.broken):
-                raise _not_finite(path, step + 1 - int(run.plain.broken))
+            if (log or save or device.type == "cpu") and bool(run.broken):
+                raise _not_finite(path, step + 1 - int(run.broken))
             if log:
                 line: dict[str, Any] = {"step": step, "epoch": step / run.per_epoch}
                 line |= _logged(run.model, now)
@@ -154,7 +151,7 @@ def train(
                 line |= _peak_memory(device)
                 line |= run.health.measure(run.model) if run.health and examine else {}
                 line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
-                if world.first:  # metrics.jsonl is the record, `show` mirrors it elsewhere
+                if run.metrics:  # on rank 0; `show` mirrors the lines elsewhere
                     run.metrics.write(line)
                     show(line)
                 if verdict := run.watch.see(line):
@@ -178,73 +175,49 @@ def train(
 # ------------------------------------------------------------------------------ setting up
 
 
-@dataclass
 class _Training:
-    """A run that is ready for its next update."""
+    """A run that is ready for its next update: model, update, and what is due when."""
 
-    model: MaskedImageModel
-    update: Step | CudaGraphs
-    plain: Step  # the same update, if it is recorded
-    device: torch.device
-    amp: torch.dtype | None
-    per_epoch: int  # updates
-    total: int
-    save_every: int
-    health: Health | None
-    health_every: int
-    untrained: dict[str, float] | None  # health of the untrained network, measured by a first start
-    saver: checkpoint.Saver
-    watch: Watch
-    step: int  # updates that are done
-    metrics: Metrics = field(init=False)  # on rank 0 only
-
-
-def _set_up(images: Images, source: str, path: Path, config: Config, world: World) -> _Training:
-    """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
-    runtime = config.runtime
-    _agree(config, images, world)
-    device = choose_device(runtime.device, world.local_rank)
-    amp = choose_precision(runtime.precision, device)
-    per_epoch = steps_per_epoch(images, config)
-    set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
-    model = apply_init(build(config), config, path).to(device)  # a bad --init leaves no run behind
-    if world.first:
-        begin(path, config, source, images, device, world.size)
-    if lost := getattr(images, "unreadable", []):
-        say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
-    health_every = due_every(config)
-    health = Health(health_sample(images, config), device, amp) if health_every else None
-    # Measured before sharding: the first call of a sharded model must be its forward pass.
-    fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
-    untrained = health.measure(model) if health and fresh else None
-    wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
-    optimizer = adamw(model, config.optim)
-    n_parts = len(shares(config.optim.batch_size, runtime.accumulate, world.rank, world.size))
-    update = build_step(
-        model, optimizer, config, device, n_parts=n_parts, world=world, wrapped=wrapped
-    )
-    plain = update.function if isinstance(update, CudaGraphs) else update
-    assert isinstance(plain, Step)
-    step = _resume(path, model, optimizer, plain.scaler, runtime.keep, world)
-    training = _Training(
-        model=model,
-        update=update,
-        plain=plain,
-        device=device,
-        amp=amp,
-        per_epoch=per_epoch,
-        total=config.optim.epochs * per_epoch,
-        save_every=runtime.save_every or per_epoch,
-        health=health,
-        health_every=health_every,
-        untrained=untrained,
-        saver=checkpoint.Saver(path, model, optimizer, plain.scaler, config, writes=world.first),
-        watch=Watch(Run(path).metrics),
-        step=step,
-    )
-    if world.first:
-        training.metrics = Metrics(path, step)
-    return training
+    def __init__(
+        self, images: Images, source: str, path: Path, config: Config, world: World
+    ) -> None:
+        """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
+        runtime, batch_size = config.runtime, config.optim.batch_size
+        _agree(config, images, world)
+        self.device = device = choose_device(runtime.device, world.local_rank)
+        self.amp = choose_precision(runtime.precision, device)
+        self.per_epoch = steps_per_epoch(images, config)  # updates
+        self.total = config.optim.epochs * self.per_epoch
+        self.save_every = runtime.save_every or self.per_epoch
+        set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
+        # A bad --init leaves no run behind: it is read before run.json is written.
+        self.model = model = apply_init(build(config), config, path).to(device)
+        if world.first:
+            begin(path, config, source, images, device, world.size)
+        if lost := getattr(images, "unreadable", []):
+            say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
+        self.health_every = due_every(config)
+        self.health = None
+        if self.health_every:
+            self.health = Health(health_sample(images, config), device, self.amp)
+        # Measured before sharding: the first call of a sharded model must be its forward pass.
+        fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
+        self.untrained = self.health.measure(model) if self.health and fresh else None
+        wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
+        optimizer = adamw(model, config.optim)
+        # This rank's images as slices of the global batch, one slice per gradient accumulation.
+        self.parts = shares(batch_size, runtime.accumulate, world.rank, world.size)
+        self.update = build_step(
+            model, optimizer, config, device, n_parts=len(self.parts), world=world, wrapped=wrapped
+        )
+        # The step itself, where the update replays recordings of it.
+        step = self.update.function if isinstance(self.update, CudaGraphs) else self.update
+        assert isinstance(step, Step)
+        self.broken, scaler = step.broken, step.scaler
+        self.step = _resume(path, model, optimizer, scaler, runtime.keep, world)  # updates done
+        self.saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
+        self.metrics = Metrics(path, self.step) if world.first else None
+        self.watch = Watch(Run(path).metrics)
 
 
 def _agree(config: Config, images: Images, world: World) -> None:
