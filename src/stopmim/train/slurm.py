@@ -20,39 +20,6 @@ from stopmim.method.build import configure
 
 GRACE = 120  # seconds before the time limit at which the run is told to save and exit
 
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={gpus}
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --output={log}
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@{grace}
-{options}
-# Time is nearly up: the ranks save and exit, and the job is requeued.
-trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={gpus}
-cpus=${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}}  # srun does not inherit it
-srun --kill-on-bad-exit=1 $cpus \\
-  bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank \\
-  {command} &
-step=$!
-wait $step; code=$?
-while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal interrupts wait
-# Preempted with time to save: SLURM does not requeue jobs that exit. Cancelled jobs stay out.
-about=$(scontrol show job "$SLURM_JOB_ID")
-if [[ $code -gt 128 && $about == *JobState=RUNNING* && $about == *PreemptTime=[0-9]* ]]; then
-  requeue=yes
-fi
-if [ "$requeue" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit $code
-"""
-
 
 def script(
     data: str, out: Path, preset: str, changes: Mapping[str, Any], size: str, options: str = ""
@@ -79,7 +46,8 @@ def script(
     for key, value in changes.items():
         is_text = isinstance(value, str) and takes_text(key)
         words += [f"--{key}", value if is_text else json.dumps(value)]
-    return SCRIPT.format(
+    template = Path(__file__).with_name("slurm.sh").read_text(encoding="ascii")
+    return template.format(
         name=shlex.quote(f"stopmim-{out.name}"),
         nodes=nodes,
         gpus=gpus,
@@ -97,15 +65,12 @@ def submit(text: str, out: Path) -> str:
     except OSError as error:
         raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False
-        )
+        command = ["sbatch", "--parsable"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise ResourceError(
-            f"sbatch: {error.strerror}; use --slurm on a machine that can submit jobs"
-        ) from None
+        why = f"{error.strerror}; use --slurm on a machine that can submit jobs"
+        raise ResourceError(f"sbatch: {why}") from None
     if done.returncode:
-        raise ResourceError(
-            f"sbatch: {' '.join(done.stderr.split()) or 'failed without a message'}"
-        )
+        said = " ".join(done.stderr.split())
+        raise ResourceError(f"sbatch: {said or 'failed without a message'}")
     return done.stdout.strip().split(";")[0]
