@@ -4,15 +4,8 @@ import os
 import time
 from typing import Self
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 console = Console(stderr=True, highlight=False, emoji=False)
 
@@ -26,14 +19,14 @@ class Ticker:
         self.what, self.total, self.first = what, total, done
         self.begin = self.last_line = time.monotonic()
         self.live = console.is_terminal
-        self.bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            "left",
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[numbers]}", markup=False),
             console=console,
             transient=True,
             disable=not self.live,

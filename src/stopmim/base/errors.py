@@ -19,6 +19,9 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def __init_subclass__(cls, code: int | None = None) -> None:
+        cls.exit_code = code or cls.exit_code
+
 
 def check_least(options: object, **least: float) -> None:
     """Raises a UserError if a field of `options` is below its least value."""
@@ -28,50 +31,36 @@ def check_least(options: object, **least: float) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
 
 
-class DataError(UserError):
+class DataError(UserError, code=3):
     """No images, too many broken images, or not the images that the run started with."""
-
-    exit_code = 3
 
 
 class NoPartError(DataError):
     """A data source without the requested training or test split."""
 
 
-class CheckpointError(UserError):
+class CheckpointError(UserError, code=4):
     """A checkpoint that is missing, damaged, hostile, or of another model."""
 
-    exit_code = 4
 
-
-class StorageError(UserError):
+class StorageError(UserError, code=5):
     """The disk is full, read-only, or missing."""
 
-    exit_code = 5
 
-
-class NonFiniteError(UserError):
+class NonFiniteError(UserError, code=6):
     """The loss or a gradient is not finite."""
 
-    exit_code = 6
 
-
-class ResourceError(UserError):
+class ResourceError(UserError, code=7):
     """Out of memory, or a worker or another rank is lost."""
 
-    exit_code = 7
 
-
-class RunInUseError(UserError):
+class RunInUseError(UserError, code=8):
     """Another process is writing to this run directory."""
 
-    exit_code = 8
 
-
-class RowsFailedError(UserError):
+class RowsFailedError(UserError, code=9):
     """Some runs of an ablation failed; its table has the others."""
-
-    exit_code = 9
 
 
 class InterruptedRunError(UserError):

@@ -16,7 +16,6 @@ import resource
 import shutil
 import signal
 import tempfile
-import time
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -45,7 +44,13 @@ def read_tree(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a file")
     try:
         size = path.stat().st_size
-        return _safetensors(path, size) if path.suffix == ".safetensors" else _pickle(path, size)
+        if path.suffix != ".safetensors":
+            return _pickle(path, size)
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > min(HEADER, size):
+            raise ValueError(f"a header of {header} bytes in a file of {size}")
+        return load_file(path)  # memory-mapped: read on use
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
@@ -84,14 +89,6 @@ def one_line(error: BaseException) -> str:
     return re.split(r"\. (?=[A-Z])", line)[0][:200]
 
 
-def _safetensors(path: Path, size: int) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if header > min(HEADER, size):
-        raise ValueError(f"a header of {header} bytes in a file of {size}")
-    return load_file(path)  # memory-mapped: read on use
-
-
 def _pickle(path: Path, size: int) -> Any:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -105,27 +102,20 @@ def _pickle(path: Path, size: int) -> Any:
             room = f"reading {path} needs {size} bytes here, {free} are free"
             raise StorageError(f"{folder}: {room}; set TMPDIR to another folder")
         tree, tensors = Path(folder) / "tree.json", Path(folder) / "tensors.safetensors"
+        seconds = SECONDS + size / 1e7
         child = os.fork()  # a new interpreter would take seconds to import torch
         if not child:
-            _read_in_child(path, size, tree, tensors)
-        _wait(child, SECONDS + size / 1e7)
+            _read_in_child(path, size, seconds, tree, tensors)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == -signal.SIGALRM:
+            raise ValueError(f"not read after {seconds:.0f} s")
+        if code:
+            raise ValueError(f"the process that read it ended with {code}")
         found = json.loads(tree.read_text(encoding="utf-8"))
         if "error" in found:
             raise ValueError(found["error"])
         # The mapping outlives the file's name.
         return _join(found["tree"], load_file(tensors))
-
-
-def _wait(child: int, seconds: float) -> None:
-    end, pause = time.monotonic() + seconds, 0.001
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise ValueError(f"not read after {seconds:.0f} s")
-        time.sleep(pause := min(2 * pause, 0.05))
-    if code := os.waitstatus_to_exitcode(done[1]):
-        raise ValueError(f"the process that read it ended with {code}")
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -143,12 +133,19 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 # ------------------------------------------------------------------------- in the child process
 
 
-def _read_in_child(path: Path, size: int, tree: Path, tensors: Path) -> NoReturn:
+def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: Path) -> NoReturn:
     """Reads `path`, writes its values and tensors to two files, and ends the process."""
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, not Python
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         gc.disable()  # it would touch, and so copy, all memory of the parent
         torch.set_num_threads(1)  # the parent's threads do not exist here
-        _limit_memory(SHARED * size + MEMORY)
+        if (pages := Path("/proc/self/statm")).exists():  # tells how much memory we have now
+            now = int(pages.read_text().split()[0]) * resource.getpagesize()
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            limit = now + SHARED * size + MEMORY
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # MAE, DINO and iBOT store their options in a Namespace, which only holds values.
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # long ones about old pickle protocols
@@ -167,16 +164,6 @@ def _read_in_child(path: Path, size: int, tree: Path, tensors: Path) -> NoReturn
         said = json.dumps({"error": one_line(error)})
     tree.write_text(said, encoding="utf-8")
     os._exit(0)
-
-
-def _limit_memory(more: int) -> None:
-    """Limits this process to `more` bytes than it has now, where /proc tells how many."""
-    pages = Path("/proc/self/statm")
-    if pages.exists():
-        limit = int(pages.read_text().split()[0]) * resource.getpagesize() + more
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _split(value: Any, found: list[Tensor]) -> list[Any]:
