@@ -90,9 +90,11 @@ def test_damaged_checkpoints_of_later_steps_do_not_take_the_place_of_good_ones(c
         (broken / "state.json").write_text("{}")
     model = build(copy.config)
     optimizer = adamw(model, copy.config.optim)
+    assert copy.config.runtime.keep == 2
+    saver = checkpoint.Saver(copy.path, model, optimizer, None, copy.config)
     for step in (11, 12):
-        saved = checkpoint.save(copy.path, model, optimizer, step=step, about={}, keep=2)
-        assert checkpoint.latest(copy.path)[0] == saved
+        saver.save(step, final=False)
+        assert checkpoint.latest(copy.path)[0] == folder / f"step-{step:08d}"
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"step-{step:08d}" for step in (11, 12, 20, 30)]
 

@@ -1,8 +1,10 @@
 """``stopmim bench``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional
 
@@ -54,28 +56,20 @@ class Bench:
             raise UserError(f"--rounds {self.rounds}: expected 1 or more")
         if self.out is not None:
             check_folder(self.out)
-        match self.what:
-            case "step":
-                names = ("preset", "changes", "masks", "twin", "profile", "rounds")
-                print(bench_step(**self._only(*names)))
-            case "masks":
-                print(bench_masks(**self._only("preset", "changes", "rounds")))
-            case "growth":
-                print(bench_growth(**self._only("changes", "rounds")))
-            case "loader":
-                print(bench_loader(**self._only("rounds")))
-            case "index":
-                print(bench_index(**self._only("rounds")))
-            case "probe":
-                size = PAPER if self._only("paper")["paper"] else ()
-                print(bench_probe(*size, out=self.out))
-
-    def _only(self, *names: str) -> dict[str, Any]:
-        """The options `names` and --out; raises UserError if another one was given."""
+        functions: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+            "step": (bench_step, ("preset", "changes", "masks", "twin", "profile", "rounds")),
+            "masks": (bench_masks, ("preset", "changes", "rounds")),
+            "growth": (bench_growth, ("changes", "rounds")),
+            "loader": (bench_loader, ("rounds",)),
+            "index": (bench_index, ("rounds",)),
+            "probe": (partial(bench_probe, *(PAPER if self.paper else ())), ("paper",)),
+        }
+        function, used = functions[self.what]
         for other in fields(self):
             value = getattr(self, other.name)
             usual = {} if other.name == "changes" else other.default
-            if other.name not in ("what", "out", *names) and value != usual:
+            if other.name not in ("what", "out", *used) and value != usual:
                 key = next(iter(value)) if other.name == "changes" else other.name
                 raise UserError(f"bench {self.what}: --{key} has no effect")
-        return {name: getattr(self, name) for name in (*names, "out")}
+        options = {name: getattr(self, name) for name in (*used, "out") if name != "paper"}
+        print(function(**options))

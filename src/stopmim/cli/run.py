@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from stopmim._version import __version__
 from stopmim.base.console import is_first_rank
@@ -30,21 +30,9 @@ from stopmim.cli.wrong_input import one_line, printable
 
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
-Command = (
-    Annotated[Demo, subcommand("demo")]
-    | Annotated[Pretrain, subcommand("pretrain")]
-    | Annotated[Ablate, subcommand("ablate")]
-    | Annotated[Check, subcommand("check")]
-    | Annotated[Eval, subcommand("eval")]
-    | Annotated[Doctor, subcommand("doctor")]
-    | Annotated[Analyse, subcommand("analyse")]
-    | Annotated[Report, subcommand("report")]
-    | Annotated[Features, subcommand("features")]
-    | Annotated[Inspect, subcommand("inspect")]
-    | Annotated[Export, subcommand("export")]
-    | Annotated[Bench, subcommand("bench")]
-    | Annotated[Presets, subcommand("presets")]
-)
+# The order is that of --help; a command is called like its class, in lower case.
+Experiments = Demo | Pretrain | Ablate | Check | Eval
+Command = Experiments | Doctor | Analyse | Report | Features | Inspect | Export | Bench | Presets
 # `eval linear --data`, not `eval protocol:linear --protocol.data`.
 FLAT = (OmitArgPrefixes, OmitSubcommandPrefixes)
 
@@ -63,9 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in str(error).splitlines():
             print(f"stopmim: error: {printable(line)}", file=sys.stderr)
+        code = error.exit_code
         if not str(error):
-            _exit_last(error.exit_code)
-        return error.exit_code
+            # Wait for the failed rank to report: launchers kill all ranks when one has exited.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+            time.sleep(GRACE)
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `stopmim ... | head`
@@ -99,9 +90,3 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
     if changes:
         command.changes.update(changes)
     return command
-
-
-def _exit_last(code: int) -> None:
-    """Waits for the failed rank to report: launchers kill all ranks when the first one exits."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    time.sleep(GRACE)

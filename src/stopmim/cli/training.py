@@ -132,19 +132,10 @@ class Ablate:
             return
         from stopmim.ablations.run import Ablation, ablate, describe
 
-        planned = Ablation(
-            name=self.table,
-            data=self.data,
-            preset=self.preset,
-            seeds=self.seeds,
-            rows=self.rows,
-            evals=self.eval,
-            few=self.few,
-            video_size=self.video_size,
-            checkpoints=self.checkpoint,
-            out=self.out,
-            changes=self.changes,
-        ).plan()
+        names = ("data", "preset", "seeds", "rows", "few", "video_size", "out", "changes")
+        same = {name: getattr(self, name) for name in names}
+        wanted = Ablation(self.table, evals=self.eval, checkpoints=self.checkpoint, **same)
+        planned = wanted.plan()
         if self.dry_run:
             print(describe(planned, self.jobs))
             return

@@ -31,8 +31,10 @@ def one_line(box: str, words: list[str]) -> str:
     close = near.split()[0] if near else ""
     if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
         said = f"{words[0]}: no option {option[2]}"
-        if option[1]:  # tyro suggests an option of another command
-            close = _config_option(option[2]) if words[0] in TAKE_KEYS else ""
+        if option[1]:  # tyro suggests another command's; a config key may have this name
+            name = option[2].removeprefix("--").replace("-", "_")
+            keys = dict(flatten(Config().model_dump(mode="json"))) if words[0] in TAKE_KEYS else {}
+            close = next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
     elif extra := re.match(r"Unrecognized options: ([^-].*)", said):
         said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
     for theirs, ours in REWORDED.items():
@@ -41,13 +43,6 @@ def one_line(box: str, words: list[str]) -> str:
     command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
     hint = did_you_mean(close, [close]) if close else ""
     return f"{said.strip(' .,')}; {hint}see {command}"
-
-
-def _config_option(option: str) -> str:
-    """The option for a config key that has this name in some section, or ""."""
-    name = option.removeprefix("--").replace("-", "_")
-    keys = [key for key, _ in flatten(Config().model_dump(mode="json"))]
-    return next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
 
 
 def _no_such_command(words: list[str], names: list[str]) -> str:

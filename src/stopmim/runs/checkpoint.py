@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -36,52 +37,68 @@ FORMAT = 1
 SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
 
 
-def save(
-    run: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    about: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Writes the checkpoint of `step`, then removes older ones except for `keep` - 1.
+@dataclass
+class Saver:
+    """Saves the checkpoints of a run; survives a disk that is full for a while."""
 
-    `about` goes to state.json: the config and the state of the loss scaler.
-    """
-    weights, slots = gathered(model, optimizer)
-    folder = run / "checkpoints"
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
-    sweep(run)
-    temporary.mkdir(parents=True)
-    try:
-        faultpoint("save.begin")
-        save_file(weights, temporary / "model.safetensors")
-        faultpoint("save.model")
-        save_file(slots, temporary / "optimizer.safetensors")
-        _write_json(temporary / "state.json", {"step": step, **about})
-        sums = {
-            path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size}
-            for path in sorted(temporary.iterdir())
-        }
-        manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
-        _write_json(temporary / "manifest.json", manifest)
-        for path in temporary.iterdir():
-            path.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
-            _sync(path)
-        _sync(temporary)
-        faultpoint("save.synced")
-        if final.exists():  # damaged, or the run would have resumed from it
-            shutil.rmtree(final)
-        os.rename(temporary, final)
-        _sync(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    faultpoint("save.renamed")
-    prune(final, keep)
-    return final
+    run: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    config: Config
+    writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
+    failed: int = 0
+
+    def save(self, step: int, *, final: bool) -> None:
+        weights, slots = gathered(self.model, self.optimizer, keep=self.writes)
+        if not self.writes:
+            return
+        try:
+            self._write(step, weights, slots)
+            self.failed = 0
+        except (OSError, safetensors.SafetensorError) as error:
+            self.failed += 1
+            what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
+            if final or self.failed == SAVES_TO_FAIL:
+                raise StorageError(f"{what}; make room and run the same command again") from None
+            warn(f"{what}; training continues")
+
+    def _write(self, step: int, weights: State, slots: State) -> None:
+        """Writes the checkpoint of `step`, then removes all but the newest `runtime.keep`."""
+        folder = self.run / "checkpoints"
+        final = folder / f"step-{step:08d}"
+        temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
+        scaler = self.scaler.state_dict() if self.scaler else None
+        about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
+        sweep(self.run)
+        temporary.mkdir(parents=True)
+        try:
+            faultpoint("save.begin")
+            save_file(weights, temporary / "model.safetensors")
+            faultpoint("save.model")
+            save_file(slots, temporary / "optimizer.safetensors")
+            (temporary / "state.json").write_text(json.dumps(about, indent=1))
+            sums = {
+                path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size}
+                for path in sorted(temporary.iterdir())
+            }
+            manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
+            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            os.umask(mask := os.umask(0))
+            for path in temporary.iterdir():
+                path.chmod(0o666 & ~mask)  # safetensors creates files with mode 0600
+                _sync(path)
+            _sync(temporary)
+            faultpoint("save.synced")
+            if final.exists():  # damaged, or the run would have resumed from it
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            _sync(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        faultpoint("save.renamed")
+        prune(final, self.config.runtime.keep)
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -94,45 +111,6 @@ def prune(newest: Path, keep: int) -> None:
         # A folder that cannot be removed (a link, a file open on NFS) does not fail the save.
         shutil.rmtree(old, ignore_errors=True)
         faultpoint("save.pruned")
-
-
-class Saver:
-    """Saves the checkpoints of a run; survives a disk that is full for a while.
-
-    One rank writes; the others take part in gathering sharded tensors.
-    """
-
-    def __init__(
-        self,
-        run: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        config: Config,
-        *,
-        writes: bool = True,
-    ) -> None:
-        self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
-        self.config, self.writes, self.failed = config, writes, 0
-
-    def save(self, step: int, *, final: bool) -> None:
-        if not self.writes:
-            gathered(self.model, self.optimizer, keep=False)
-            return
-        about = {
-            "config": self.config.model_dump(mode="json"),
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-        }
-        keep = self.config.runtime.keep
-        try:
-            save(self.run, self.model, self.optimizer, step=step, about=about, keep=keep)
-            self.failed = 0
-        except (OSError, safetensors.SafetensorError) as error:
-            self.failed += 1
-            what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
-            if final or self.failed == SAVES_TO_FAIL:
-                raise StorageError(f"{what}; make room and run the same command again") from None
-            warn(f"{what}; training continues")
 
 
 def sweep(run: Path) -> None:
@@ -163,15 +141,13 @@ def newest_intact(run: Path) -> Path:
 def verify(path: Path) -> str | None:
     """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
-        for name, want in manifest["files"].items():
+        files = json.loads((path / "manifest.json").read_bytes())["files"]
+        for name, want in files.items():
             if (path / name).stat().st_size != want["bytes"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes, not {want['bytes']}"
             if _sha256(path / name) != want["sha256"]:
                 return f"{path / name}: sha256 is not the recorded one"
-        missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - {
-            *manifest["files"]
-        }
+        missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - set(files)
         return f"{path}: manifest.json does not list {min(missing)}" if missing else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{path}: {type(error).__name__}: {error}"
@@ -198,8 +174,18 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
     want = model.state_dict()
     check_fit(weights, want, str(path))
     model.load_state_dict({name: like(x, want[name]) for name, x in weights.items()})
-    if optimizer:
-        _load_slots(slots, model, optimizer, str(path))
+    if optimizer is None:
+        return
+    used = 0
+    for name, parameter in _named(model, optimizer):
+        for slot in ("step", "exp_avg", "exp_avg_sq"):
+            if (value := slots.get(f"{name}/{slot}")) is not None:
+                used += 1
+                # Fused AdamW keeps its step counter on the parameter's device, in float32.
+                value = value.to(parameter.device)
+                optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
+    if used != len(slots):
+        raise CheckpointError(f"{path}: optimizer.safetensors has entries of another model")
 
 
 def load_model(path: Path) -> MaskedImageModel:
@@ -236,27 +222,25 @@ def fill(module: nn.Module, weights: State, source: str) -> None:
     module.load_state_dict(own, assign=True)
 
 
-def check_fit(weights: dict[str, Tensor], want: dict[str, Tensor], source: str) -> None:
+def check_fit(weights: State, want: State, source: str) -> None:
     """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
-    problems = [f"missing {key} {tuple(want[key].shape)}" for key in want.keys() - weights.keys()]
+    have, need = ({key: tuple(x.shape) for key, x in some.items()} for some in (weights, want))
+    problems = [f"missing {key} {need[key]}" for key in need.keys() - have.keys()]
+    problems += [f"unexpected {key[:80]} {have[key]}" for key in have.keys() - need.keys()]
     problems += [
-        f"unexpected {key[:80]} {tuple(weights[key].shape)}" for key in weights.keys() - want.keys()
-    ]
-    problems += [
-        f"{key} is {tuple(weights[key].shape)}, the model has {tuple(want[key].shape)}"
-        for key in want.keys() & weights.keys()
-        if want[key].shape != weights[key].shape
+        f"{key} is {have[key]}, the model has {need[key]}"
+        for key in need.keys() & have.keys()
+        if have[key] != need[key]
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(
-            f"{source}: does not fit this model: {'; '.join(sorted(problems)[:3])}{more}"
-        )
+        said = "; ".join(sorted(problems)[:3])
+        raise CheckpointError(f"{source}: does not fit this model: {said}{more}")
 
 
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[State, State]:
     """Unsharded weights and optimizer state on the CPU; empty without `keep`.
 
     Every rank of a sharded model must call it; only the one that writes needs the result.
@@ -266,15 +250,12 @@ def gathered(
         for name, parameter in _named(model, optimizer)
         for slot, value in optimizer.state[parameter].items()
     }
-    return _whole_on_cpu(model.state_dict(), keep), _whole_on_cpu(slots, keep)
-
-
-def _whole_on_cpu(pieces: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    found = {}
-    for name, piece in pieces.items():
-        x = whole(piece.detach())
-        if keep:
-            found[name] = x.cpu().contiguous()
+    found: tuple[State, State] = {}, {}
+    for pieces, wholes in zip((model.state_dict(), slots), found, strict=True):
+        for name, piece in pieces.items():
+            x = whole(piece.detach())
+            if keep:
+                wholes[name] = x.cpu().contiguous()
     return found
 
 
@@ -288,27 +269,8 @@ def _named(
             yield names[parameter], parameter
 
 
-def _load_slots(
-    slots: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, source: str
-) -> None:
-    used = 0
-    for name, parameter in _named(model, optimizer):
-        for slot in ("step", "exp_avg", "exp_avg_sq"):
-            if (value := slots.get(f"{name}/{slot}")) is not None:
-                used += 1
-                # Fused AdamW keeps its step counter on the parameter's device, in float32.
-                value = value.to(parameter.device)
-                optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
-    if used != len(slots):
-        raise CheckpointError(f"{source}: optimizer.safetensors has entries of another model")
-
-
 def _steps(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-????????"))
-
-
-def _write_json(path: Path, tree: Any) -> None:
-    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
@@ -322,9 +284,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,11 +32,9 @@ from stopmim.base.errors import CheckpointError, DataError, RunInUseError, Stora
 from stopmim.base.files import append_jsonl, read_jsonl, write_whole
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
+from stopmim.method.encoder import Encoder
+from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
-
-if TYPE_CHECKING:
-    from stopmim.method.encoder import Encoder
-    from stopmim.method.model import MaskedImageModel
 
 
 @dataclass(frozen=True, init=False)
@@ -68,10 +66,10 @@ class Run:
         try:
             return Config.model_validate_json(json.dumps(self.about["config"]))
         except (ValueError, KeyError, TypeError) as error:
-            what = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"{self.path / 'run.json'}: no config that stopmim {__version__} knows: {what}"
-            ) from None
+            what = (
+                f"no config that stopmim {__version__} knows: {' '.join(str(error).split())[:200]}"
+            )
+            raise CheckpointError(f"{self.path / 'run.json'}: {what}") from None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -86,10 +84,10 @@ class Run:
         """The newest intact checkpoint."""
         return checkpoint.newest_intact(self.path)
 
-    def model(self) -> "MaskedImageModel":
+    def model(self) -> MaskedImageModel:
         return checkpoint.load_model(self.checkpoint)
 
-    def encoder(self, branch: Literal["target", "context"] = "target") -> "Encoder":
+    def encoder(self, branch: Literal["target", "context"] = "target") -> Encoder:
         return self.model().branch(branch)
 
     def add_result(self, **result: Any) -> None:
@@ -97,15 +95,8 @@ class Run:
 
 
 _locks: set[FileIO] = set()  # of the runs that this process has claimed
-
-
-def _release_in_child() -> None:
-    """Closes inherited locks: a worker that outlives a killed parent must not hold them."""
-    for handle in _locks:
-        handle.close()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+# A worker that outlives its killed parent must not hold them.
+os.register_at_fork(after_in_child=lambda: [handle.close() for handle in _locks])
 
 
 @contextlib.contextmanager
@@ -123,17 +114,14 @@ def claimed(path: Path) -> Iterator[None]:
         except BlockingIOError:
             handle.seek(0)
             owner = handle.read().decode("utf-8", "replace").strip() or "another process"
-            raise RunInUseError(
-                f"{path}: in use by {owner}; wait for it or choose another --out"
-            ) from None
+            what = f"in use by {owner}; wait for it or choose another --out"
+            raise RunInUseError(f"{path}: {what}") from None
         except OSError as error:  # a file system without locks
-            raise StorageError(
-                f"{lock}: cannot lock this file: {error.strerror}; choose --out on another disk"
-            ) from None
+            what = f"cannot lock this file: {error.strerror}; choose --out on another disk"
+            raise StorageError(f"{lock}: {what}") from None
         if not os.fstat(handle.fileno()).st_nlink:  # its last owner has just deleted the file
-            raise RunInUseError(
-                f"{path}: was in use by a process that has just ended; run the same command again"
-            )
+            what = "was in use by a process that has just ended; run the same command again"
+            raise RunInUseError(f"{path}: {what}")
         owner = f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n"
         try:
             handle.truncate(0)
@@ -152,29 +140,21 @@ def claimed(path: Path) -> Iterator[None]:
 
 
 def begin(
-    path: Path,
-    config: Config,
-    source: str,
-    images: Images,
-    device: torch.device,
-    processes: int = 1,
+    path: Path, config: Config, source: str, images: Images, device: torch.device, ranks: int = 1
 ) -> None:
     """Writes run.json, or checks that the run there is this one and records the restart."""
     file = path / "run.json"
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    versions = {"stopmim": __version__, "torch": torch.__version__, "numpy": np.__version__}
     start = {
         "time": _now(),
         "host": socket.gethostname(),
         "command": sys.argv,
-        "device": _device_name(device),
-        "processes": processes,
+        "device": chip,
+        "processes": ranks,
         "threads": torch.get_num_threads(),
         "runtime": config.runtime.model_dump(mode="json"),
-        "versions": {
-            "stopmim": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": {**versions, "python": platform.python_version()},
         "git": git_state(),
     }
     data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
@@ -281,10 +261,6 @@ class BadFiles(Lines):
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def git_state() -> str | None:

@@ -94,35 +94,28 @@ def _join() -> World:
             f"{missing[0]} is not set, but {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} "
             f"is; start with torchrun, or unset both to train in one process"
         )
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # Restarted ranks would read stale keys of the dead ones, and hang or fail.
-        raise _on_rank_0(
-            "torchrun --max-restarts: needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-            "environment; set it"
-        )
+        needed = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+        raise _on_rank_0(f"torchrun --max-restarts: needs {needed}; set it")
+    given = os.environ.get("STOPMIM_TIMEOUT", TIMEOUT)
     try:
-        timeout = datetime.timedelta(seconds=float(os.environ.get("STOPMIM_TIMEOUT", TIMEOUT)))
+        timeout = datetime.timedelta(seconds=float(given))
     except (ValueError, OverflowError):
-        given = os.environ["STOPMIM_TIMEOUT"]
         raise _on_rank_0(f"STOPMIM_TIMEOUT: expected seconds, like 600, got {given!r}") from None
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     both = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if both else "gloo"
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if both else "gloo",
-            store=PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-        )
+        own = PrefixStore("group", store)
+        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=own)
         # A rank that failed and exited while others still connect would break their rendezvous.
         store.set(f"joined/{rank}", "")
         store.wait([f"joined/{other}" for other in range(size)], timeout)
         return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
     except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ResourceError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
             f"{where}: {str(error).splitlines()[0]}; check that all ranks were started"
@@ -159,22 +152,7 @@ def _first_failure(world: World, error: BaseException) -> BaseException:
             _missing(world, "left", GRACE if who == 0 else 2 * GRACE)
     except RuntimeError:  # the store is gone with rank 0, which failed and said why
         who, code = 0, ResourceError.exit_code
-    _end_at_once(code, error)
-    if who != world.rank:
-        quiet = UserError("")
-        quiet.exit_code = code
-        return quiet
-    if is_broken(error):
-        return ResourceError(
-            f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, or "
-            f"silent for {os.environ.get('STOPMIM_TIMEOUT', TIMEOUT)} s; "
-            f"run the same command to resume"
-        )
-    return error
-
-
-def _end_at_once(code: int, error: BaseException) -> None:
-    """Makes the process exit without destroying its group, which can hang if a rank is gone."""
+    # Exit without destroying the group, which can hang if a rank is gone.
     _kept.append(error)  # its frames reference the group
 
     def end() -> None:
@@ -183,6 +161,17 @@ def _end_at_once(code: int, error: BaseException) -> None:
         os._exit(code)
 
     atexit.register(end)
+    if who != world.rank:
+        quiet = UserError("")
+        quiet.exit_code = code
+        return quiet
+    if is_broken(error):
+        patience = os.environ.get("STOPMIM_TIMEOUT", TIMEOUT)
+        return ResourceError(
+            f"rank {', '.join(map(str, lost)) or '?'} of {world.size} does not answer: killed, or "
+            f"silent for {patience} s; run the same command to resume"
+        )
+    return error
 
 
 def _missing(world: World, key: str, seconds: float) -> list[int]:
@@ -234,11 +223,8 @@ def parallelise(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsd
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     # Never predictor_embed alone: the predictor also applies it to the noise, outside its forward.
     encoders = (model.encoder, model.target_encoder) if model.target_encoder else (model.encoder,)
-    for block in (block for encoder in encoders for block in encoder.blocks):
-        fully_shard(block)
-    for block in model.predictor.predictor_blocks:
-        fully_shard(block)
-    for part in (*encoders, model.predictor, model):
+    blocks = [block for encoder in encoders for block in encoder.blocks]
+    for part in (*blocks, *model.predictor.predictor_blocks, *encoders, model.predictor, model):
         fully_shard(part)
     return model
 

@@ -22,15 +22,18 @@ def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]
 
     Writes to RUN/tensorboard, RUN/wandb or nowhere, and is closed however the run ends.
     """
-    match kind:
-        case "none":
-            yield lambda line: None
-        case "tensorboard":
-            with _tensorboard(path, step) as write:
-                yield write
-        case "wandb":
-            with _wandb(path) as write:
-                yield write
+    if kind == "none":
+        yield lambda line: None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = _wandb(path) if kind == "wandb" else _tensorboard(path, step)
+            write = stack.enter_context(opened)
+        except ImportError:
+            raise UserError(
+                f'runtime.mirror: {kind} is not installed; pip install "stopmim[{kind}]"'
+            ) from None
+        yield write
 
 
 def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
@@ -42,10 +45,8 @@ def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
 
 @contextlib.contextmanager
 def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise _missing("tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     # Purges what an earlier start wrote after `step`.
     with SummaryWriter(str(path / "tensorboard"), purge_step=step + 1) as writer:
 
@@ -62,10 +63,8 @@ def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
 def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
     """Always offline: the user may call `wandb sync RUN/wandb/offline-run-*`."""
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import: no telemetry
-    try:
-        import wandb
-    except ImportError:
-        raise _missing("wandb") from None
+    import wandb
+
     run = Run(path)
     # The first start is recorded before the first update, so a run keeps its id for life.
     first = json.dumps(run.about["starts"][0], sort_keys=True)
@@ -102,7 +101,3 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
         failed = 0
     finally:
         shown.finish(exit_code=failed)
-
-
-def _missing(name: str) -> UserError:
-    return UserError(f'runtime.mirror: {name} is not installed; pip install "stopmim[{name}]"')
