@@ -24,7 +24,7 @@ class Ticker:
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
-            "left",
+            progress.TextColumn("left"),
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[numbers]}", markup=False),
             console=console,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_origin
 from tyro.conf import Positional, Suppress, arg
 
 from stopmim.base.errors import UserError
-from stopmim.config.schema import Config, Section, takes_text, type_of
+from stopmim.config.schema import takes_text, type_of
 from stopmim.config.yaml_text import parse_yaml
 
 
@@ -56,7 +56,9 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         key = name.replace("-", "_")
-        if not word.startswith("--") or not ("." in key or _is_value(key)):
+        # A bare section is no key: it may be a command's own option.
+        known = "." in key or (type_of(key) and not hasattr(type_of(key), "model_fields"))
+        if not word.startswith("--") or not known:
             rest.append(word)
             continue
         values = [value] if equals else []
@@ -72,12 +74,6 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         parsed = [parse_yaml(v, f"--{name}") for v in values]
         changes[key] = parsed if _arity(key) == 2 and len(parsed) == 2 else parsed[0]
     return rest, changes
-
-
-def _is_value(key: str) -> bool:
-    """Whether a bare name is a config key. A section is not: it may be a command's own option."""
-    known = Config.model_fields.get(key)
-    return known is not None and not isinstance(known.default, Section)
 
 
 def _arity(key: str) -> int:

@@ -27,12 +27,9 @@ Decay = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """Base of all sections: exact types, no unknown keys, finite numbers, immutable."""
 
+    # Docstrings of attributes are the comments in `--dry-run`.
     model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,  # they are the comments in `--dry-run`
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -104,10 +101,8 @@ class PositionsConfig(Section):
         unused = {"sincos": every, "learned": every, "jitter": stop}.get(self.kind, ())
         _has_no_effect(self, unused, f"kind: {self.kind}")
         if self.covariance == "conditioned" and self.tokens != "masked":
-            raise ValueError(
-                f"tokens: {self.tokens} does not work with covariance: conditioned, which is for "
-                f"masked tokens only; leave out one of them"
-            )
+            what = "does not work with covariance: conditioned, which is for masked tokens only"
+            raise ValueError(f"tokens: {self.tokens} {what}; leave out one of them")
         return self
 
 
@@ -147,14 +142,6 @@ class OptimConfig(Section):
     """adds this times the sum of A^2 to the loss"""
     freeze_epoch: int | None = Field(default=None, ge=1)
     """epoch from which learning rate and weight decay stay constant (released ViT-H)"""
-
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
-        if self.warmup_epochs > self.epochs:
-            raise ValueError(
-                f"warmup_epochs {self.warmup_epochs:g} is more than {self.epochs} epochs"
-            )
-        return self
 
 
 class RuntimeConfig(Section):
@@ -224,22 +211,17 @@ class Config(Section):
             size, patch = parse_arch(self.arch)
         except UserError as error:
             raise ValueError(str(error)) from None
-        if self.image_size % patch:
-            near = max(patch, round(self.image_size / patch) * patch)
-            raise ValueError(
-                f"image_size: patch {patch} of {self.arch} does not divide {self.image_size}; "
-                f"{near} works"
-            )
-        if self.predictor.width % (heads := self.predictor.heads or size.heads):
-            raise ValueError(
-                f"predictor.width: {self.predictor.width} is not divisible by {heads} heads; "
-                f"set predictor.heads"
-            )
-        batch, parts = self.optim.batch_size, self.runtime.accumulate
-        if batch % parts:
-            raise ValueError(
-                f"runtime.accumulate: {parts} parts do not divide the batch of {batch}"
-            )
+        pixels, width, batch = self.image_size, self.predictor.width, self.optim.batch_size
+        if pixels % patch:
+            what = f"patch {patch} of {self.arch} does not divide {pixels}"
+            near = max(patch, round(pixels / patch) * patch)
+            raise ValueError(f"image_size: {what}; {near} works")
+        if width % (heads := self.predictor.heads or size.heads):
+            what = f"{width} is not divisible by {heads} heads"
+            raise ValueError(f"predictor.width: {what}; set predictor.heads")
+        if batch % (parts := self.runtime.accumulate):
+            what = f"{parts} parts do not divide the batch of {batch}"
+            raise ValueError(f"runtime.accumulate: {what}")
         for key, value, needed in (
             ("positions.kind", self.positions.kind, "sincos"),
             ("masking.kind", self.masking.kind, "multiblock"),
@@ -250,10 +232,10 @@ class Config(Section):
         if self.compat == "released":
             unused = ("covariance", "tokens", "base", "share", "ramp")
             _has_no_effect(self.positions, unused, "compat: released")
-        if self.positions.ramp > self.optim.epochs:
-            raise ValueError(
-                f"positions.ramp {self.positions.ramp:g} is more than {self.optim.epochs} epochs"
-            )
+        most, warmup, ramp = self.optim.epochs, self.optim.warmup_epochs, self.positions.ramp
+        for key, epochs in (("optim: warmup_epochs", warmup), ("positions.ramp", ramp)):
+            if epochs > most:
+                raise ValueError(f"{key} {epochs:g} is more than {most} epochs")
         if self.target != "pixels":
             _has_no_effect(self, ("norm_pixels",), f"target: {self.target}")
         elif self.compat == "released":
@@ -274,25 +256,21 @@ class Config(Section):
 def resolve(config: Config) -> Config:
     """`config` with every null default filled in, as `run.json` records it."""
     size, _ = parse_arch(config.arch)
-    sigma, masking = config.positions.sigma, config.masking
+    sigma, compat = config.positions.sigma, config.masking.compat or config.compat or "none"
     if sigma is None and config.positions.kind == "stochastic":
         std_or_variance = 0.2 if config.arch.startswith("vit_h") else 0.25
         # The released code passes the paper's number as a standard deviation.
         sigma = std_or_variance**2 if config.compat == "released" else std_or_variance
     if sigma is None and config.positions.kind == "jitter":
         sigma = 1.0
-    return override(
-        config,
-        {
-            "positions.sigma": sigma,
-            "masking.compat": (masking.compat or config.compat or "none")
-            if masking.kind == "multiblock"
-            else None,
-            "data.augmentation": config.data.augmentation or config.compat or "crop",
-            "predictor.depth": config.predictor.depth or size.predictor_depth,
-            "predictor.heads": config.predictor.heads or size.heads,
-        },
-    )
+    filled = {
+        "positions.sigma": sigma,
+        "masking.compat": compat if config.masking.kind == "multiblock" else None,
+        "data.augmentation": config.data.augmentation or config.compat or "crop",
+        "predictor.depth": config.predictor.depth or size.predictor_depth,
+        "predictor.heads": config.predictor.heads or size.heads,
+    }
+    return override(config, filled)
 
 
 def override(config: Config, changes: Mapping[str, object], source: str = "config") -> Config:

@@ -31,17 +31,14 @@ def to_yaml(section: BaseModel, indent: str = "") -> str:
     """`section` as YAML that `from_yaml` reads back, every key with its meaning as a comment."""
     lines = []
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            about = vars(type(value)).get("__doc__")
-            lines.append(f"{indent}{name}:{_comment(about)}\n{to_yaml(value, indent + '  ')}")
+        about, text, inner = field.description, "", ""
+        if isinstance(value := getattr(section, name), BaseModel):
+            about, inner = vars(type(value)).get("__doc__"), to_yaml(value, indent + "  ")
         else:
-            lines.append(f"{indent}{name}: {json.dumps(value)}{_comment(field.description)}\n")
+            text = f" {json.dumps(value)}"
+        comment = f"  # {about}" if about else ""
+        lines.append(f"{indent}{name}:{text}{comment}\n{inner}")
     return "".join(lines)
-
-
-def _comment(text: str | None) -> str:
-    return f"  # {text}" if text else ""
 
 
 def validate(model: type[Model], tree: object, source: str) -> Model:

@@ -94,7 +94,10 @@ class CudaGraphs:
                 if self.room:
                     return self.recordings[shapes].replay()
                 warn("no memory for CUDA graphs; continuing without them, more slowly")
-            self._forget()
+            if self.recordings:  # a plain call needs as much memory: they make room, and are remade
+                self.recordings.clear()
+                torch.cuda.empty_cache()
+                self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
             # Each stream waits for the other, so memory of one can be used and freed in the other.
             here = torch.cuda.current_stream()
             self.stream.wait_stream(here)
@@ -107,21 +110,12 @@ class CudaGraphs:
         """Copies `x`, input number `i`, to where all recordings of that shape look for it."""
         if x is None:
             return None
-        if not isinstance(x, Tensor):
-            return self._place(i, torch.Size(), torch.float64).fill_(x)
-        return self._place(i, x.shape, x.dtype).copy_(x)
-
-    def _place(self, i: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        shape = x.shape if isinstance(x, Tensor) else torch.Size()
         if (i, shape) not in self.inputs:
+            dtype = x.dtype if isinstance(x, Tensor) else torch.float64
             self.inputs[i, shape] = torch.empty(shape, dtype=dtype, device=self.device)
-        return self.inputs[i, shape]
-
-    def _forget(self) -> None:
-        """Frees the memory of recordings for a plain call, which needs as much; they are remade."""
-        if self.recordings:
-            self.recordings.clear()
-            torch.cuda.empty_cache()
-            self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
+        place = self.inputs[i, shape]
+        return place.copy_(x) if isinstance(x, Tensor) else place.fill_(x)
 
     def _record(self, shapes: Shapes, held: list[Tensor | None], spec: TreeSpec) -> bool:
         """Records one call; False if there was no memory. Waits for the device, runs nothing."""

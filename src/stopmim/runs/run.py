@@ -51,14 +51,13 @@ class Run:
         """`run.json`."""
         try:
             tree = json.loads((self.path / "run.json").read_bytes())
+            if isinstance(tree, dict):
+                return tree
+            why = "run.json holds no object"
         except FileNotFoundError:
             why = "there is no run.json in it" if self.path.is_dir() else "no such folder"
         except (OSError, ValueError) as error:
             why = f"run.json: {error}"
-        else:
-            if isinstance(tree, dict):
-                return tree
-            why = "run.json holds no object"
         raise CheckpointError(f"{self.path}: not a run directory: {why}")
 
     @property
@@ -95,8 +94,15 @@ class Run:
 
 
 _locks: set[FileIO] = set()  # of the runs that this process has claimed
-# A worker that outlives its killed parent must not hold them.
-os.register_at_fork(after_in_child=lambda: [handle.close() for handle in _locks])
+
+
+def _release_in_child() -> None:
+    """Closes inherited locks: a worker that outlives a killed parent must not hold them."""
+    for handle in _locks:
+        handle.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager
@@ -161,16 +167,15 @@ def begin(
     if file.exists():
         about = begun(path)
         _same_config(path, about["config"], config)
-        if about["data"]["fingerprint"] != data["fingerprint"]:
+        if (old := about["data"])["fingerprint"] != images.fingerprint:
             raise DataError(
-                f"{path}: these are not the images this run began with: "
-                f"{about['data']['images']} from {about['data']['source']} then, "
-                f"{data['images']} from {source} now; choose another --out"
+                f"{path}: these are not the images this run began with: {old['images']} from "
+                f"{old['source']} then, {len(images)} from {source} now; choose another --out"
             )
         about["starts"].append(start)
+    elif any((path / "checkpoints").glob("step-*")):
+        raise CheckpointError(f"{path}: has checkpoints but no run.json; choose another --out")
     else:
-        if any((path / "checkpoints").glob("step-*")):
-            raise CheckpointError(f"{path}: has checkpoints but no run.json; choose another --out")
         about = {"config": config.model_dump(mode="json"), "data": data, "starts": [start]}
     write_whole(file, json.dumps(about, indent=1))
 
