@@ -140,7 +140,7 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
         signal.setitimer(signal.ITIMER_REAL, seconds)
         gc.disable()  # it would touch, and so copy, all memory of the parent
         torch.set_num_threads(1)  # the parent's threads do not exist here
-        if (pages := Path("/proc/self/statm")).exists():  # tells how much memory we have now
+        if (pages := Path("/proc/self/statm")).exists():  # memory of this process
             now = int(pages.read_text().split()[0]) * resource.getpagesize()
             _, most = resource.getrlimit(resource.RLIMIT_AS)
             limit = now + SHARED * size + MEMORY

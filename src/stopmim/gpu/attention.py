@@ -12,14 +12,13 @@ else:
     kernels = None  # type: ignore[assignment]
 
 
-LONGEST = 128  # tokens; with more, torch's own kernels are the faster ones
-# Numbers of a tile: with twice as many the backward pass takes 256 KB of the memory that programs
-# of a multiprocessor share, which has 227 KB on an H100 or H200.
+LONGEST = 128  # tokens; beyond this, torch's own kernels are faster
+# Elements of a tile: twice as many need 256 KB of shared memory in backward; an H100 has 227 KB.
 LARGEST = 128 * 128
 
 
 def is_short(tokens: int, channels: int) -> bool:
-    """Whether a head of so many `channels` fits one tile, whose edges are powers of two."""
+    """Whether a head with this many `channels` fits one tile, whose edges are powers of two."""
     edges = (16, 32, 64, LONGEST)
     return any(tokens <= edge and channels <= LARGEST // edge for edge in edges)
 
@@ -27,7 +26,7 @@ def is_short(tokens: int, channels: int) -> bool:
 def attend(qkv: Tensor, heads: int, first: int = 0) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V of all heads: packed `qkv` (B, N, 3 * D) -> (B, N - first, D).
 
-    Tokens before `first` are keys and values, but no queries.
+    Tokens before `first` are keys and values only, not queries.
     """
     half = kernels is not None and qkv.is_cuda and qkv.element_size() == 2
     if half and is_short(qkv.shape[1], qkv.shape[2] // (3 * heads)):

@@ -1,10 +1,10 @@
 """Repeated work on a GPU as CUDA graphs: recorded once per shape, then replayed.
 
-An update is over a thousand kernels. Launching them one by one takes a processor longer than many a
+An update is over a thousand kernels. Launching them one by one often takes the CPU longer than the
 GPU needs to run them; replaying a recording is one launch, without any Python. A recording holds
-addresses, not values. So the inputs of an update are copied to tensors that stay where they are,
-and whatever outlasts it (weights, moments, counters) was there before. All else lives in memory
-that the recordings share, and is overwritten by the next replay.
+addresses, not values. So the inputs of an update are copied to tensors that stay in place, and
+whatever outlasts it (weights, moments, counters) exists before. All else lives in memory that the
+recordings share, and is overwritten by the next replay.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stopmim.base.console import warn
 
-WARM = 2  # calls of a shape without recording: they compile, load kernels, create moments
-SPARE = 0.1  # share of a GPU that recordings must leave free: crops, noise and health need memory
+WARM = 2  # calls per shape before recording: they compile, load kernels, create moments
+SPARE = 0.1  # fraction of GPU memory that recordings must leave free for crops, noise and health
 
 Shapes = tuple[torch.Size | None, ...]
 
@@ -38,19 +38,18 @@ class Recording:
 
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one stream on which work is recorded or run before.
+    """The one stream for recordings and for the calls before them.
 
-    Autograd remembers on which stream a parameter was first used, and cuBLAS has a workspace for
-    every stream.
+    Autograd remembers the stream of a parameter's first use, and cuBLAS has a workspace per stream.
     """
     return torch.cuda.Stream(device)
 
 
 class CudaGraphs:
-    """Calls `function`, in which only tensors may differ from one call to the next.
+    """Calls `function`; only the values of its tensors may differ between calls of one shape.
 
     Its arguments are nested tuples or lists of tensors, numbers (which it gets as float64 tensors)
-    and None; it returns numbers by name, each a tensor.
+    and None; it returns scalar tensors by name.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
@@ -68,8 +67,8 @@ class CudaGraphs:
     def beside(self) -> Iterator[None]:
         """A stream on which to prepare the next inputs while the device works on this call.
 
-        They are many small kernels, which leave most of a GPU idle. Nothing made elsewhere since
-        the last call may be read here.
+        Inputs take many small kernels, which leave most of a GPU idle. Nothing made on other
+        streams since the last call may be read here.
         """
         here = torch.cuda.current_stream(self.device)
         # Until then inputs of this call are being read, in memory that is already free for reuse.
@@ -94,7 +93,7 @@ class CudaGraphs:
                 if self.room:
                     return self.recordings[shapes].replay()
                 warn("no memory for CUDA graphs; continuing without them, more slowly")
-            if self.recordings:  # a plain call needs as much memory: they make room, and are remade
+            if self.recordings:  # a plain call needs their memory; they are recorded again
                 self.recordings.clear()
                 torch.cuda.empty_cache()
                 self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
@@ -107,7 +106,7 @@ class CudaGraphs:
             return values
 
     def _held(self, i: int, x: Tensor | float | None) -> Tensor | None:
-        """Copies `x`, input number `i`, to where all recordings of that shape look for it."""
+        """Copies `x`, input number `i`, to the tensor that recordings of its shape read."""
         if x is None:
             return None
         shape = x.shape if isinstance(x, Tensor) else torch.Size()
@@ -118,7 +117,7 @@ class CudaGraphs:
         return place.copy_(x) if isinstance(x, Tensor) else place.fill_(x)
 
     def _record(self, shapes: Shapes, held: list[Tensor | None], spec: TreeSpec) -> bool:
-        """Records one call; False if there was no memory. Waits for the device, runs nothing."""
+        """Records one call without running it; False if memory ran out. Waits for the device."""
         here = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:

@@ -1,14 +1,13 @@
-"""In Triton: attention of short sequences, as masked images have them, and GELU.
+"""Triton kernels: attention for the short sequences of masked images, and GELU.
 
-torch's kernels of attention are made for long sequences. The 20 to 128 tokens of a context and a
-block fit one tile: a program loads a whole head of one image, and the backward pass computes the
-softmax again instead of keeping it. Written for the forward and backward of `vit.Attention`:
-queries, keys and values come packed as one linear layer makes them, and their gradient goes back
-packed.
+torch's attention kernels are made for long sequences. The 20 to 128 tokens of a context and a block
+fit one tile: a program loads a whole head of one image, and backward recomputes the softmax instead
+of storing it. Queries, keys and values come packed, as one linear layer returns them, and so does
+their gradient.
 
-A compiled GELU waits for erf, which has all digits of float32, and not for memory. bfloat16 has
-three digits. The logarithm of a tail of the normal distribution is nearly a parabola: a polynomial
-of it and one exp give the tail to 1e-5 of itself, as far out as bfloat16 can tell it from nothing.
+A compiled GELU is bound by erf, which has all digits of float32, not by memory; bfloat16 has three.
+The logarithm of the normal distribution's tail is nearly a parabola: a polynomial and one exp give
+the tail with a relative error of 1e-5, as far out as bfloat16 can tell it from 0.
 
 Shapes: B images, N tokens, H heads of D channels. Queries are the tokens from `first` on.
 """

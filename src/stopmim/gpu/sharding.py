@@ -1,4 +1,4 @@
-"""Tensors of which every rank has a piece (FSDP2)."""
+"""Sharded tensors (FSDP2): each rank holds a piece."""
 
 from typing import Any, cast
 
@@ -6,16 +6,15 @@ from torch import Tensor
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x`, put together where every rank has a piece of it; then all of them must ask."""
+    """The full tensor; if `x` is sharded, every rank must call this."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
-    """`x`, cut into pieces as `other` is."""
+    """`x`, sharded as `other` is."""
     if not hasattr(other, "placements"):
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    pieces = cast(Any, other)
-    x = x.to(other.device)
-    return distribute_tensor(x, pieces.device_mesh, pieces.placements, src_data_rank=None)
+    mesh = cast(Any, other).device_mesh
+    return distribute_tensor(x.to(other.device), mesh, other.placements, src_data_rank=None)
