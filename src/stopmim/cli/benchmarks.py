@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional
 
-from stopmim.base.errors import UserError
+from stopmim.base.errors import UserError, check_least
 from stopmim.cli.options import Changes, choices, option
 
 PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
@@ -52,8 +52,7 @@ class Bench:
         from stopmim.bench.step import bench_masks, bench_step
         from stopmim.bench.timing import check_folder
 
-        if self.rounds < 1:
-            raise UserError(f"--rounds {self.rounds}: expected 1 or more")
+        check_least(self, rounds=1)
         if self.out is not None:
             check_folder(self.out)
         functions: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
