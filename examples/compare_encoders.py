@@ -1,9 +1,9 @@
-"""Is one encoder better than another, or were its images easier? A paired test says it.
+"""Is one encoder better than another? Compares two by a paired test on the same images.
 
 python examples/compare_encoders.py [A [B]]
 
-A and B are anything `stopmim inspect` knows. Without A it is a network that has learned nothing,
-which every encoder should be compared with; without B one is trained, for a few seconds.
+A and B are anything that `stopmim inspect` recognises. A defaults to an untrained network, the
+baseline that every encoder should beat; B defaults to one that is trained here, in a few seconds.
 """
 
 import sys
@@ -27,9 +27,9 @@ def main() -> None:
     ours, theirs = (Inputs(open_encoder(name), train, test, asked) for name in (a, b))
     for one in compare(ours, theirs, [Knn()]):
         low, high = (100 * edge for edge in one.interval)
-        verdict = "no difference to be seen" if low <= 0 <= high else "they differ"
+        verdict = "no clear difference" if low <= 0 <= high else "they differ"
         print(
-            f"{one.label} by k-NN: A {one.a:.1%}, B {one.b:.1%} of {one.n} scenes right; "
+            f"{one.label} by k-NN: A {one.a:.1%}, B {one.b:.1%} of {one.n} scenes correct; "
             f"B - A is {100 * one.difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}, "
             f"p = {one.p:.2g}): {verdict}"
         )

@@ -1,9 +1,9 @@
-"""Go on pretraining from an encoder of somebody else, on your own images.
+"""Continue pretraining from an existing encoder, on your own images.
 
 python examples/continue_pretraining.py [ENCODER]
 
-ENCODER is anything `stopmim inspect` knows: I-JEPA, MAE, DINO, a folder of Hugging Face. Without it
-a small one is made first, and exported as a stranger would.
+ENCODER is anything that `stopmim inspect` recognises: I-JEPA, MAE, DINO, a Hugging Face folder. By
+default a small one is trained first and exported to Hugging Face's format.
 """
 
 import sys
@@ -23,7 +23,7 @@ def main() -> None:
         source = f"{export(run.path, 'hf', 'theirs')}"
     print(identify(source))
 
-    # The encoder is good and the predictor new: a lower peak, and a target that hardly moves.
+    # The predictor is new and must not spoil the encoder: low learning rate, slow target encoder.
     gentle = QUICK | {"lr": 1e-4, "start_lr": 1e-5, "ema": (0.9995, 1.0)}
     run = stopmim.pretrain("scenes:64:48:1", "runs/ours", "tiny_cpu", init=source, optim=gentle)
     print(f"loss {run.metrics[-1]['loss']:.3f} after {run.metrics[-1]['step']} updates")

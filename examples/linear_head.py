@@ -1,8 +1,9 @@
-"""Frozen features, and a linear classifier on them, in plain PyTorch.
+"""Train a linear classifier on frozen features, in plain PyTorch.
 
 python examples/linear_head.py [ENCODER]
 
-ENCODER is anything `stopmim inspect` knows. Without it a small one is trained, for a few seconds.
+ENCODER is anything that `stopmim inspect` recognises. By default a small one is trained, in a few
+seconds.
 """
 
 import sys
@@ -24,7 +25,7 @@ def main() -> None:
         run = stopmim.pretrain("scenes:128:48", "runs/linear_head", "tiny_cpu", optim=quick)
         encoder = run.encoder()
 
-    scenes = open_images("scenes:512:48:1")  # with labels: count, distance, shape, ...
+    scenes = open_images("scenes:512:48:1")  # labels: count, distance, shape, ...
     x = extract(encoder, scenes, size=48)  # (512, D)
     y = torch.from_numpy(scenes.labels["distance"])
     x = (x - x[:384].mean(dim=0)) / (x[:384].std(dim=0) + 1e-6)
@@ -37,8 +38,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    right = (head(x[384:]).argmax(dim=1) == y[384:]).float().mean()
-    print(f"distance of the nearest object: {right:.1%} of 128 test scenes right")
+    correct = (head(x[384:]).argmax(dim=1) == y[384:]).float().mean()
+    print(f"distance of the nearest object: {correct:.1%} of 128 test scenes correct")
 
 
 if __name__ == "__main__":
