@@ -95,7 +95,7 @@ def test_every_key_is_named_with_a_meaning() -> None:
     for key, _ in flatten(Config().model_dump(mode="json")):
         row = re.search(rf"^\| `{re.escape(key)}` \| `.+` \| .+ \| (.*) \|$", CONFIGURE, re.M)
         assert row, key
-        assert row[1].strip(), f"{key} has no text below it in config.py"
+        assert row[1].strip(), f"{key} has no text below it in config/schema.py"
 
 
 def test_what_the_page_says_is_refused_is_refused_in_these_words(

@@ -47,7 +47,13 @@ _HOME = {
 # Modules that are public under a shorter name than their place in the tree.
 _ALIASES = {
     "stopmim.ablate": "stopmim.ablations.run",
+    "stopmim.analysis": "stopmim.insight.analyse",
+    "stopmim.data.scenes": "stopmim.data.sources.scenes",
+    "stopmim.evals.files": "stopmim.evals.feature_files",
+    "stopmim.export": "stopmim.weights.export",
+    "stopmim.identify": "stopmim.weights.inspect",
     "stopmim.masking": "stopmim.method.masks",
+    "stopmim.plan": "stopmim.method.build",
     "stopmim.positions": "stopmim.method.positions",
     "stopmim.presets": "stopmim.config.presets",
     "stopmim.schedules": "stopmim.base.schedules",

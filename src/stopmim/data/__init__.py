@@ -16,4 +16,6 @@ __all__ = ["Images", "loader", "open_images"]
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"stopmim.data.{_HOME[name]}"), name)
+    if name == "scenes":
+        return import_module("stopmim.data.scenes")
     raise AttributeError(f"module 'stopmim.data' has no attribute {name!r}")
