@@ -22,7 +22,7 @@ from stopmim.data.images import Images
 from stopmim.data.loading import default_workers
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
 from stopmim.data.sources.open import open_images, open_test
-from stopmim.data.sources.paths import printable
+from stopmim.data.sources.source import printable
 from stopmim.data.workers import Watched, batches
 from stopmim.method.build import configure
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Chunked, Images
-from stopmim.data.stamps import stamp
+from stopmim.data.images import Chunked, Images, stamp
 
 
 class Subset:

@@ -8,16 +8,16 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.sources.folder import Files
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Source, Split, contains, read_json
+from stopmim.data.sources.source import Source, Split, contains, printable, read_json
 
 DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # inclusive upper bounds of the classes of CLEVR/Dist
+SCENES = "scenes/CLEVR_{}_scenes.json"
 
 
-def open_clevr(text: Path | str, split: Split | None = None) -> Files:
+def _open(text: str, split: Split | None) -> Files:
     """Label "count": objects less 3, of 8 classes; "distance": depth of the nearest, of 6."""
-    root, part = Path(text), "val" if split == "test" else "train"
-    path = root / _scenes(part)
+    part = "val" if split == "test" else "train"
+    path = Path(text, SCENES.format(part))
     content = read_json(path)
     try:
         scenes = content["scenes"]
@@ -26,16 +26,12 @@ def open_clevr(text: Path | str, split: Split | None = None) -> Files:
         depths = [min(float(o["pixel_coords"][2]) for o in scene["objects"]) for scene in scenes]
     except (KeyError, TypeError, IndexError, ValueError):
         raise DataError(f"{printable(path)}: not a file of CLEVR scenes") from None
-    files = Files(root, paths)
+    files = Files(text, paths)
     distances = [bisect.bisect_left(DISTANCES, depth) for depth in depths]
     files.labels = {"count": np.array(counts, np.int64), "distance": np.array(distances, np.int64)}
     return files
 
 
-def _scenes(part: str) -> str:
-    return f"scenes/CLEVR_{part}_scenes.json"
-
-
 CLEVR = Source(
-    "clevr", open_clevr, recognise=lambda text: contains(text, _scenes("train"), _scenes("val"))
+    "clevr", _open, recognise=lambda text: contains(text, *map(SCENES.format, ("train", "val")))
 )

@@ -7,23 +7,23 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.sources.folder import Files
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Source, Split, contains, read_json
+from stopmim.data.sources.source import Source, Split, contains, printable, read_json
+
+LISTS = ("train2018.json", "val2018.json")
 
 
-def open_inat2018(text: Path | str, split: Split | None = None) -> Files:
+def _open(text: str, split: Split | None) -> Files:
     """Label "class": the third part of a path, as in ``train_val2018/Aves/2761/x.jpg``.
 
     Classes are numbered in the order of these parts, as text, over the training set.
     """
-    root = Path(text)
-    train = _species(root / "train2018.json")
-    paths, labels = train if split != "test" else _species(root / "val2018.json")
+    train = _species(Path(text, LISTS[0]))
+    paths, labels = train if split != "test" else _species(Path(text, LISTS[1]))
     classes = sorted(set(train[1]))
     index = {name: i for i, name in enumerate(classes)}
     if unknown := sorted(set(labels) - set(classes)):
-        raise DataError(f"{printable(root)}: class {unknown[0]} is not in train2018.json")
-    files = Files(root, paths)
+        raise DataError(f"{printable(text)}: class {unknown[0]} is not in {LISTS[0]}")
+    files = Files(text, paths)
     files.classes = [printable(name) for name in classes]
     files.labels = {"class": np.array([index[name] for name in labels], np.int64)}
     return files
@@ -41,8 +41,4 @@ def _species(path: Path) -> tuple[list[bytes], list[str]]:
         ) from None
 
 
-INAT2018 = Source(
-    "inat2018",
-    open_inat2018,
-    recognise=lambda text: contains(text, "train2018.json", "val2018.json"),
-)
+INAT2018 = Source("inat2018", _open, recognise=lambda text: contains(text, *LISTS))

@@ -5,19 +5,17 @@ from pathlib import Path
 
 from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.images import Images
+from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
 from stopmim.data.sources.clevr import CLEVR
 from stopmim.data.sources.davis import DAVIS
-from stopmim.data.sources.folder import FOLDER, Folder
+from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
 from stopmim.data.sources.inat2018 import INAT2018
 from stopmim.data.sources.lists import LIST
-from stopmim.data.sources.npz import NPZ
 from stopmim.data.sources.parquet import PARQUET
-from stopmim.data.sources.paths import printable
 from stopmim.data.sources.scenes import SCENES
 from stopmim.data.sources.shards import is_pattern
-from stopmim.data.sources.source import Source, Split
-from stopmim.data.sources.splits import SPLITS
+from stopmim.data.sources.source import Source, Split, printable
 from stopmim.data.sources.tar import TAR
 
 # In the order of recognition: known layouts of folders first, any folder last.

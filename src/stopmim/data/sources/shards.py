@@ -4,15 +4,14 @@ import glob
 import os
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from stopmim.base.errors import DataError
-from stopmim.data.sources.folder import holds_images
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Split, no_split
-from stopmim.data.sources.splits import TEST_NAMES, has_splits, split_folder
-from stopmim.data.stamps import stamp_files
+from stopmim.data.images import stamp_files
+from stopmim.data.sources.folder import TEST_NAMES, has_splits, holds_images, split_folder
+from stopmim.data.sources.source import Split, no_split, printable
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
 
@@ -101,17 +100,25 @@ def expand(pattern: str) -> list[str]:
             for head, _, tail in [name.partition(found[0])]
             for choice in choices
         ]
-    files, missing = list[str](), list[str]()
-    for name in names:
-        here = sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
-        files += here
-        missing += [] if here else [name]
-    if missing:
+    files = [
+        sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
+        for name in names
+    ]
+    if missing := [name for name, found in zip(names, files, strict=True) if not found]:
         raise DataError(
             f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
             f"{printable(missing[0])}"
         )
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(chain.from_iterable(files)))
+
+
+def file_names(paths: Sequence[str]) -> list[str]:
+    """Printable base names; if two are equal, paths relative to the common folder instead."""
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.relpath(path, common) for path in paths]
+    return [printable(name) for name in names]
 
 
 def _list_folder(root: str, suffix: str) -> list[str]:

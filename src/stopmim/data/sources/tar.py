@@ -19,9 +19,8 @@ from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
 from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
-from stopmim.data.sources.paths import PackedPaths, file_names, printable
-from stopmim.data.sources.shards import Shards, find_shards, names_shards
-from stopmim.data.sources.source import Source, Split
+from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
+from stopmim.data.sources.source import PackedPaths, Source, Split, printable
 
 BLOCK = 512
 AHEAD = 2**14  # bytes read at once: small members beside an image come with its header
@@ -77,7 +76,7 @@ class Tar(Shards):
         began, state = time.time_ns(), _state(self.files)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
-            index = self._index() | {"state": state}
+            index = self._index(state[:, 0]) | {"state": state}
             settled = state[:, 1].max() < began - cache.SETTLED_NS
             if len(index["at"]) >= cache.WORTH_IT and settled:
                 cache.store("tar", key, index)
@@ -99,11 +98,8 @@ class Tar(Shards):
             raise BadImageError(f"more than {MAX_BYTES} bytes")
         try:
             # Opened for each image: no state to share with, or to send to, another process.
-            file = os.open(self.files[self._chunk(i)], os.O_RDONLY)
-            try:
-                data = os.pread(file, size, at)
-            finally:
-                os.close(file)
+            with open(self.files[self._chunk(i)], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, at)
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
         if len(data) < size:
@@ -113,22 +109,18 @@ class Tar(Shards):
     def name(self, i: int) -> str:
         return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
 
-    def _index(self) -> dict[str, np.ndarray]:
+    def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
             found = _labelled(list(pool.map(_samples, self.files)))
-        samples = [sample for shard, _, _ in found for sample in shard]
+        samples = [sample for shard in found for sample in shard.samples]
         names = PackedPaths.pack([sample.name for sample in samples])
         labels = [sample.label for sample in samples if sample.label is not None]
-        lost = [
-            f"{name}: {shard.problem}"
-            for name, shard in zip(self._shard_names, found, strict=True)
-            if shard.problem
-        ]
+        pairs = zip(self._shard_names, found, strict=True)
+        lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
-        for path, (shard, _, _) in zip(self.files, found, strict=True):
-            size = os.stat(path).st_size if os.path.exists(path) else -1
+        for path, size, shard in zip(self.files, sizes, found, strict=True):
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
-            for sample in shard:
+            for sample in shard.samples:
                 digest.update(b"%b\0%d\n" % (sample.name, sample.size))
         return {
             "names": names.text,
@@ -136,7 +128,7 @@ class Tar(Shards):
             "at": np.array([sample.at for sample in samples], np.int64),
             "size": np.array([sample.size for sample in samples], np.int64),
             "label": np.array(labels if len(labels) == len(samples) else [], np.int64),
-            "chunks": np.cumsum([0, *(len(shard) for shard, _, _ in found)]),
+            "chunks": np.cumsum([0, *(len(shard.samples) for shard in found)]),
             "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
             "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
         }
