@@ -41,18 +41,12 @@ class Member(NamedTuple):
     name: bytes
     at: int  # offset of its data in the file
     size: int
-    start: bytes  # up to 512 bytes of its data
-
-
-class Sample(NamedTuple):
-    name: bytes
-    at: int
-    size: int
-    label: int | None
+    start: bytes = b""  # up to 512 bytes of its data
+    label: int | None = None  # of the sample that it is the image of
 
 
 class Shard(NamedTuple):
-    samples: list[Sample]
+    samples: list[Member]
     problem: str  # why part of it is lost; "" if it is whole
     torn: int  # samples at its end whose label may lie beyond the damage
 
@@ -154,17 +148,13 @@ def _labelled(found: list[Shard]) -> list[Shard]:
 
 
 def _samples(path: str) -> Shard:
-    found = list[Sample]()
+    found, problem = list[Member](), ""
     key, images, label = (b"", b""), list[tuple[Member, bool]](), None
 
     def flush() -> None:
-        plain = [image for image, is_plain in images if is_plain][:1]
-        found.extend(
-            Sample(image.name, image.at, image.size, label)
-            for image in plain or [image for image, _ in images]
-        )
+        chosen = [image for image, is_plain in images if is_plain][:1] or [m for m, _ in images]
+        found.extend(image._replace(start=b"", label=label) for image in chosen)
 
-    problem = ""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block forever
     except OSError as error:
@@ -286,10 +276,6 @@ def _pax(data: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def _recognise(text: str) -> bool:
-    return names_shards(text, ".tar") or text.lower().endswith(COMPRESSED)
-
-
 def _open(text: str, split: Split | None) -> Tar:
     if text.lower().endswith(COMPRESSED):
         raise DataError(
@@ -299,4 +285,9 @@ def _open(text: str, split: Split | None) -> Tar:
     return Tar(find_shards(text, ".tar", split))
 
 
-TAR = Source("tar", _open, suffix=".tar", recognise=_recognise)
+TAR = Source(
+    "tar",
+    _open,
+    suffix=".tar",
+    recognise=lambda text: names_shards(text, ".tar") or text.lower().endswith(COMPRESSED),
+)
