@@ -25,17 +25,19 @@ from stopmim.data.workers import Watched, batches, cores, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
 
+Bad = list[tuple[str, str]]  # names of broken images met on the way, and the reasons
+
 
 class Sample(NamedTuple):
     image: Tensor | None  # (3, S, S) uint8; None: neither the image nor its replacements work
     augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
-    bad: list[tuple[str, str]]  # names of broken images met on the way, and the reasons
+    bad: Bad
 
 
 class Loaded(NamedTuple):
     images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
     augmentation: Tensor  # (B, 3) float32
-    bad: list[tuple[str, str]]
+    bad: Bad
 
 
 class Crops(Dataset[Sample]):
@@ -47,22 +49,17 @@ class Crops(Dataset[Sample]):
         self.watched = watched or images
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        epoch, number = key
-        rng = numpy_generator("crop", self.seed, epoch, number)
-        image, bad = self._read(epoch, number)
-        if image is None:
-            return Sample(None, draw_augmentation(rng), bad)
-        box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
-        return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
-
-    def _read(self, epoch: int, number: int) -> tuple[np.ndarray | None, list[tuple[str, str]]]:
-        bad: list[tuple[str, str]] = []
-        for candidate in self._candidates(epoch, number):
+        rng = numpy_generator("crop", self.seed, *key)
+        bad: Bad = []
+        for candidate in self._candidates(*key):
             try:
-                return self.watched.read(candidate), bad
+                image = self.watched.read(candidate)
             except BadImageError as error:
                 bad.append((self.images.name(candidate), str(error)))
-        return None, bad
+                continue
+            box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
+            return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
+        return Sample(None, draw_augmentation(rng), bad)
 
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:
         yield number
@@ -84,15 +81,10 @@ def loader(
 
     They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.
     """
-    order = batch_keys(
-        images,
-        config,
-        start,
-        shares=shares(config.optim.batch_size, config.runtime.accumulate, rank, world),
-        steps_per_epoch=steps_per_epoch(images, config),
-    )
-    pixels = resident.pixels_for(images, device)
-    if pixels is not None:
+    parts = shares(config.optim.batch_size, config.runtime.accumulate, rank, world)
+    steps = steps_per_epoch(images, config)
+    order = batch_keys(images, config, start, shares=parts, steps_per_epoch=steps)
+    if (pixels := resident.pixels_for(images, device)) is not None:
         planned = resident.PlannedCrops(pixels.shape[1], pixels.shape[2], config)
         watched = _watched(images, config, min(4, cores()))
         for plans in batches(planned, order, resident.collate, watched):
@@ -101,11 +93,10 @@ def loader(
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, augmentation, [])
         return
-    for loaded in read_crops(images, config, order):
+    for whole, augmentation, bad in read_crops(images, config, order):
         if device.type == "cuda":
-            whole, augmentation, bad = loaded
-            loaded = Loaded(whole.pin_memory(), augmentation.pin_memory(), bad)
-        yield loaded
+            whole, augmentation = whole.pin_memory(), augmentation.pin_memory()
+        yield Loaded(whole, augmentation, bad)
 
 
 def read_crops(

@@ -32,12 +32,7 @@ def pixels_for(images: Images, device: torch.device) -> Tensor | None:
     return torch.from_numpy(np.ascontiguousarray(pixels)).to(device)
 
 
-class CropPlan(NamedTuple):
-    """The random draws of `loading.Crops` for one image, without the crop itself."""
-
-    number: int
-    box: Box
-    augmentation: np.ndarray  # (3,) float32
+CropPlan = tuple[int, Box, np.ndarray]  # image number, box, augmentation (3,) float32
 
 
 class CropPlans(NamedTuple):
@@ -50,15 +45,14 @@ class CropPlans(NamedTuple):
 
 
 class PlannedCrops(Dataset[CropPlan]):
-    """Crop plans, keyed by (epoch, image number)."""
+    """The random draws of `loading.Crops`, with the same keys, without the crops themselves."""
 
     def __init__(self, height: int, width: int, config: Config) -> None:
         self.shape, self.seed, self.scale = (height, width), config.seed, config.data.crop_scale
 
     def __getitem__(self, key: tuple[int, int]) -> CropPlan:
-        epoch, number = key
-        rng = numpy_generator("crop", self.seed, epoch, number)
-        return CropPlan(number, crop_box(rng, *self.shape, self.scale), draw_augmentation(rng))
+        rng = numpy_generator("crop", self.seed, *key)
+        return key[1], crop_box(rng, *self.shape, self.scale), draw_augmentation(rng)
 
 
 def collate(plans: list[CropPlan]) -> CropPlans:

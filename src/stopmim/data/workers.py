@@ -53,8 +53,7 @@ def cores() -> int:
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
-    Args:
-        timeout: seconds that a worker may take for one image; 0 for no limit.
+    A worker may take `timeout` seconds for one image; 0 for no limit.
     """
 
     def __init__(self, images: Images, workers: int, timeout: float) -> None:
@@ -70,12 +69,12 @@ class Watched:
         try:
             pixels = self.images.read(i)
             self.reading[_number] = -1
+            return pixels
         except BadImageError:
             self.reading[_number] = -1
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return pixels
 
     def at(self, worker: int) -> int | None:
         """The image that a worker is reading, or was reading when it died or failed."""
@@ -100,13 +99,12 @@ def batches(
     pool = [_Worker(i, dataset, collate, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
     try:
-        for worker in pool * AHEAD:
-            if (part := next(lists, None)) is not None:
-                if worker in due and len(part) > LONG:
-                    lists = itertools.chain([part], lists)
-                    break
-                worker.send(part)
-                due.append(worker)
+        for worker, first in zip(pool * AHEAD, lists, strict=False):
+            if worker in due and len(first) > LONG:
+                lists = itertools.chain([first], lists)
+                break
+            worker.send(first)
+            due.append(worker)
         while due:
             worker = due.popleft()
             batch = worker.receive()
@@ -136,15 +134,15 @@ class _Worker:
         try:
             self.pipe.send(keys)
         except OSError:
-            raise self._death() from None
+            raise self._error() from None
 
     def receive(self) -> Any:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self._error() from None
         if isinstance(answer, Failure):
-            raise self._failure(answer)
+            raise self._error(answer)
         return answer
 
     def end(self) -> None:
@@ -153,41 +151,35 @@ class _Worker:
         self.process.join()
         atexit.unregister(self.process.kill)
 
-    def _death(self) -> ResourceError:
-        self.process.join(1.0)
-        code, image = self.process.exitcode or 0, self.watched.at(self.number)
+    def _error(self, failure: Failure | None = None) -> ResourceError:
+        """The reason of a failure; None: of the death of the process."""
+        watched = self.watched
+        if failure is None:
+            self.process.join(1.0)
+        code = 0 if failure else self.process.exitcode or 0
+        image = failure.image if failure else watched.at(self.number)
+        reading = "" if image is None else f" while reading {watched.images.name(image)}"
+        fewer = f"--runtime.workers {watched.workers // 2}"
         if code == -signal.SIGALRM and image is not None:
             return ResourceError(
-                f"{self.watched.images.name(image)}: not read within {self.watched.timeout:g} s; "
-                f"fix or remove it, or allow more with --runtime.worker_timeout"
+                f"{watched.images.name(image)}: not read within {watched.timeout:g} s; fix or "
+                f"remove it, or allow more with --runtime.worker_timeout"
             )
-        if code == -signal.SIGBUS:
-            return self._no_room()
+        if code == -signal.SIGBUS or (failure and "no shared memory" in failure.reason):
+            return ResourceError(
+                f"/dev/shm has no room for the batches of {watched.workers} workers; try {fewer}, "
+                f"or make it larger (docker run --shm-size=8g)"
+            )
+        if failure:
+            return ResourceError(
+                f"a worker process failed{reading}: {failure.reason}; --runtime.workers 0 --debug "
+                f"shows where"
+            )
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a worker process died{self._while_reading(image)} ({how}); "
-            f"if memory ran out, try {self._fewer()}; if the image is at fault, remove it"
+            f"a worker process died{reading} ({how}); if memory ran out, try {fewer}; if the image "
+            f"is at fault, remove it"
         )
-
-    def _failure(self, failure: Failure) -> ResourceError:
-        if "no shared memory" in failure.reason:
-            return self._no_room()
-        return ResourceError(
-            f"a worker process failed{self._while_reading(failure.image)}: {failure.reason}; "
-            f"--runtime.workers 0 --debug shows where"
-        )
-
-    def _while_reading(self, image: int | None) -> str:
-        return "" if image is None else f" while reading {self.watched.images.name(image)}"
-
-    def _no_room(self) -> ResourceError:
-        return ResourceError(
-            f"/dev/shm has no room for the batches of {self.watched.workers} workers; "
-            f"try {self._fewer()}, or make it larger (docker run --shm-size=8g)"
-        )
-
-    def _fewer(self) -> str:
-        return f"--runtime.workers {self.watched.workers // 2}"
 
 
 def shared(tensor: Tensor) -> Tensor:
