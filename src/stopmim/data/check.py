@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from stopmim.base.console import Ticker, duration
 from stopmim.base.errors import DataError, UserError
@@ -19,7 +19,6 @@ from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.images import Images
-from stopmim.data.loading import default_workers
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import printable
@@ -43,22 +42,6 @@ class ImageFacts(NamedTuple):
     width: int = 0
     kind: str = ""  # "JPEG RGB", ...
     digest: bytes = b""  # of the file, or of the pixels if there is no file
-
-
-class Inspector(Dataset[ImageFacts]):
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-
-    def __getitem__(self, number: int) -> ImageFacts:
-        with collect_files() as files:
-            try:
-                pixels = self.watched.read(number)
-            except BadImageError as error:
-                return ImageFacts(str(error))
-        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
-        height, width = pixels.shape[:2]
-        kind = format_of(data) if files else "pixels"
-        return ImageFacts(None, height, width, kind, hashlib.sha256(data).digest())
 
 
 @dataclass(frozen=True)
@@ -195,7 +178,7 @@ def check(
         check_writable(fix_list)  # before minutes are spent
     config = configure(preset, changes)
     skip = config.data.skip
-    if fix_list is not None and skip is not None and fix_list.resolve() == Path(skip).resolve():
+    if fix_list and skip and fix_list.resolve() == Path(skip).resolve():
         raise UserError(
             f"--fix-list {fix_list}: data.skip reads this list, which would be overwritten; name "
             f"another file"
@@ -251,15 +234,31 @@ def inspect_images(
     images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
 ) -> list[ImageFacts]:
     """Facts about these images, read by `workers` processes; None: one per core."""
-    watched = Watched(images, default_workers(images) if workers is None else workers, timeout)
+    watched = Watched(images, workers, timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     found: list[ImageFacts] = []
     begin = time.monotonic()
     with Ticker("check", len(numbers)) as ticker:
-        for facts in batches(Inspector(watched), chunks, list, watched):
+        for facts in batches(partial(_inspect, watched), chunks, watched):
             found += facts
             rate = len(found) / (time.monotonic() - begin)
             ticker.update(len(found), f"{rate:.0f} images/s")
+    return found
+
+
+def _inspect(watched: Watched, numbers: list[int]) -> list[ImageFacts]:
+    found = []
+    for number in numbers:
+        with collect_files() as files:
+            try:
+                pixels = watched.read(number)
+            except BadImageError as error:
+                found.append(ImageFacts(str(error)))
+                continue
+        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
+        height, width = pixels.shape[:2]
+        kind = format_of(data) if files else "pixels"
+        found.append(ImageFacts(None, height, width, kind, hashlib.sha256(data).digest()))
     return found
 
 

@@ -69,9 +69,15 @@ def stamp_files(files: Iterable[Path | str | bytes]) -> str:
     """Hash of the sizes and modification times of these files; one stat each."""
     digest = hashlib.sha256()
     for file in files:
-        try:
-            status = os.stat(file)
-            digest.update(b"%d %d\n" % (status.st_size, status.st_mtime_ns))
-        except OSError:  # reading it will say why
-            digest.update(b"none\n")
+        size, time = file_state(file)
+        digest.update(b"%d %d\n" % (size, time) if size >= 0 else b"none\n")
     return digest.hexdigest()
+
+
+def file_state(file: Path | str | bytes) -> tuple[int, int]:
+    """Size and modification time; (-1, -1) if there is none: reading it will say why."""
+    try:
+        status = os.stat(file)
+        return status.st_size, status.st_mtime_ns
+    except OSError:
+        return -1, -1

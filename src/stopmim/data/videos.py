@@ -27,7 +27,6 @@ Bytes = NDArray[np.uint8]
 Year = Literal["2016", "2017"]
 
 VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation counts it as background
-
 RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
 LENGTH = 20  # frames of a rendered video
 BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
@@ -63,8 +62,7 @@ class Video(Protocol):
 def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]:
     """Opens a folder of DAVIS, or renders ``scenes[:count[:size[:seed]]]``.
 
-    Args:
-        year: of the DAVIS challenge; default: 2017 if the folder has its list, else 2016.
+    The default `year` of the DAVIS challenge is 2017 if the folder has its list, else 2016.
     """
     if str(source).split(":")[0] == "scenes":
         count, size, seed = parse_scenes(str(source), RENDERED)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
@@ -50,15 +49,22 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
+def default_workers(images: Images) -> int:
+    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
+
+
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
     A worker may take `timeout` seconds for one image; 0 for no limit.
     """
 
-    def __init__(self, images: Images, workers: int, timeout: float) -> None:
-        self.images, self.workers, self.timeout = images, workers, timeout
-        self.reading = torch.full((workers,), -1).share_memory_()  # current image of each worker
+    def __init__(self, images: Images, workers: int | None, timeout: float) -> None:
+        self.images, self.timeout = images, timeout
+        self.workers = default_workers(images) if workers is None else workers
+        self.reading = torch.full((self.workers,), -1).share_memory_()  # image of each worker
 
     def read(self, i: int) -> np.ndarray:
         if _number is None:
@@ -82,21 +88,18 @@ class Watched:
 
 
 def batches(
-    dataset: Dataset[Any],
-    keys: Iterable[list[Any]],
-    collate: Callable[[list[Any]], Any],
-    watched: Watched,
+    make: Callable[[list[Any]], Any], keys: Iterable[list[Any]], watched: Watched
 ) -> Iterator[Any]:
-    """Yields `collate` of the samples of `dataset` for each list of keys, in order.
+    """Yields `make` of each list of keys, in order. It runs in the workers and reads by `watched`.
 
     Raises:
         ResourceError: a worker died, hung or raised; the message names the image it was reading.
     """
     if not watched.workers:
-        yield from (collate([dataset[key] for key in part]) for part in keys)
+        yield from map(make, keys)
         return
     lists = iter(keys)
-    pool = [_Worker(i, dataset, collate, watched) for i in range(watched.workers)]
+    pool = [_Worker(i, make, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
     try:
         for worker, first in zip(pool * AHEAD, lists, strict=False):
@@ -118,14 +121,11 @@ def batches(
 
 
 class _Worker:
-    def __init__(
-        self, number: int, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
-    ) -> None:
+    def __init__(self, number: int, make: Callable[[list[Any]], Any], watched: Watched) -> None:
         self.number, self.watched = number, watched
         self.pipe, theirs = mp.Pipe()
-        self.process = _processes.Process(
-            target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
-        )
+        arguments = (number, theirs, make, watched)
+        self.process = _processes.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         atexit.register(self.process.kill)  # workers ignore the SIGTERM of multiprocessing
         theirs.close()  # now only the worker holds it: it closes when the worker dies
@@ -192,9 +192,7 @@ def shared(tensor: Tensor) -> Tensor:
         raise OSError(errno.ENOSPC, f"no shared memory: {error}") from None
 
 
-def _work(
-    number: int, pipe: Any, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
-) -> None:
+def _work(number: int, pipe: Any, make: Callable[[list[Any]], Any], watched: Watched) -> None:
     """Main loop of a worker: keys in, batches out, until the pipe closes."""
     global _number
     _number, parent = number, os.getppid()
@@ -214,7 +212,7 @@ def _work(
         except EOFError:
             return
         try:
-            answer = collate([dataset[key] for key in keys])
+            answer = make(keys)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, watched.at(number))

@@ -48,8 +48,7 @@ def is_pattern(text: str) -> bool:
 def names_shards(text: str, suffix: str) -> bool:
     """Whether `text` is a pattern of, or a folder of, files that end in `suffix`.
 
-    A folder that also holds images is not: there a .tar or .parquet is something else, such as a
-    backup or a table of metadata.
+    Not a folder that also holds images: there such a file is a backup or a table of metadata.
     """
     if has_splits(text):
         return names_shards(os.path.join(text, "train"), suffix)
@@ -124,11 +123,9 @@ def file_names(paths: Sequence[str]) -> list[str]:
 def _list_folder(root: str, suffix: str) -> list[str]:
     """Sorted files in `root` that end in `suffix`; the Hub keeps Parquet in data/."""
     for folder in [root, os.path.join(root, "data")] if suffix == ".parquet" else [root]:
-        try:
-            names = [n for n in os.listdir(folder) if n.lower().endswith(suffix) and n[0] != "."]
-        except OSError:
-            continue
-        paths = (os.path.join(folder, name) for name in names)
-        if found := sorted(path for path in paths if os.path.isfile(path)):
+        _, _, names = next(os.walk(folder), ("", [], []))
+        shards = [n for n in sorted(names) if n.lower().endswith(suffix) and n[0] != "."]
+        paths = (os.path.join(folder, name) for name in shards)
+        if found := [path for path in paths if os.path.isfile(path)]:
             return found
     return []

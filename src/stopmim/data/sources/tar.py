@@ -18,6 +18,7 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
+from stopmim.data.images import file_state
 from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable
@@ -67,11 +68,13 @@ class Tar(Shards):
         self.files = [os.path.abspath(shard) for shard in shards]
         self._shard_names = file_names(self.files)
         key = b"\0".join(map(os.fsencode, self.files))
-        began, state = time.time_ns(), _state(self.files)
+        # Sizes and modification times, (k, 2), which a cached index must match.
+        began, state = time.time_ns(), np.array([*map(file_state, self.files)], np.int64)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index(state[:, 0]) | {"state": state}
-            settled = state[:, 1].max() < began - cache.SETTLED_NS
+            # Not if a shard is missing: it may be back at any time.
+            settled = state.min() >= 0 and state[:, 1].max() < began - cache.SETTLED_NS
             if len(index["at"]) >= cache.WORTH_IT and settled:
                 cache.store("tar", key, index)
         self._names = PackedPaths(index["names"], index["offsets"])
@@ -105,10 +108,14 @@ class Tar(Shards):
 
     def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
-            found = _labelled(list(pool.map(_samples, self.files)))
+            found = list(pool.map(_samples, self.files))
+        # Samples that damage cut off from their labels are dropped, if all others are labelled.
+        whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
+        labels = [sample.label for shard in whole for sample in shard.samples]
+        found = whole if labels and None not in labels else found
         samples = [sample for shard in found for sample in shard.samples]
         names = PackedPaths.pack([sample.name for sample in samples])
-        labels = [sample.label for sample in samples if sample.label is not None]
+        known = [sample.label for sample in samples if sample.label is not None]
         pairs = zip(self._shard_names, found, strict=True)
         lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
@@ -121,30 +128,11 @@ class Tar(Shards):
             "offsets": names.offsets,
             "at": np.array([sample.at for sample in samples], np.int64),
             "size": np.array([sample.size for sample in samples], np.int64),
-            "label": np.array(labels if len(labels) == len(samples) else [], np.int64),
+            "label": np.array(known if len(known) == len(samples) else [], np.int64),
             "chunks": np.cumsum([0, *(len(shard.samples) for shard in found)]),
             "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
             "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
         }
-
-
-def _state(shards: Sequence[str]) -> np.ndarray:
-    """Sizes and modification times, (k, 2), which a cached index must match."""
-    state = []
-    for shard in shards:
-        try:
-            status = os.stat(shard)
-            state.append((status.st_size, status.st_mtime_ns))
-        except OSError:
-            state.append((-1, time.time_ns()))
-    return np.array(state, np.int64)
-
-
-def _labelled(found: list[Shard]) -> list[Shard]:
-    """Drops samples that damage cut off from their labels, if all others are labelled."""
-    whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
-    labels = [sample.label for shard in whole for sample in shard.samples]
-    return whole if labels and None not in labels else found
 
 
 def _samples(path: str) -> Shard:
