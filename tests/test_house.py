@@ -20,12 +20,11 @@ config.architectures config.yaml_text config.schema config config.presets
 gpu gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
-data.crops data.decode data.images data.index_cache data.scene data.sources data.sources.arrays
-data.sources.paths data.order data.render data.resident data.stamps data.workers
-data.sources.source data.loading data.subset data.sources.cifar data.sources.folder
-data.sources.npz data.sources.scenes data.skip data.videos data.sources.clevr data.sources.davis
-data.sources.inat2018 data.sources.splits data.sources.lists data.sources.shards
-data.sources.parquet data.sources.tar data.sources.open data data.check
+data.crops data.decode data.images data.index_cache data.scene data.sources data.order data.render
+data.resident data.subset data.workers data.sources.source data.loading data.skip
+data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts data.sources.lists
+data.sources.scenes data.sources.shards data.videos data.sources.parquet data.sources.tar
+data.sources.open data data.check
 runs runs.checkpoint runs.run
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit

@@ -13,7 +13,7 @@ from PIL import Image
 from stopmim.base.errors import DataError
 from stopmim.data.decode import BadImageError
 from stopmim.data.sources.folder import MAX_BYTES, Folder
-from stopmim.data.sources.paths import printable
+from stopmim.data.sources.source import printable
 
 
 def put(path: Path, colour: tuple[int, int, int] = (9, 9, 9)) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
@@ -17,11 +16,6 @@ from tiny import NoiseImages, tiny
 
 Key = tuple[int, int]
 N, BATCH, PER_EPOCH, START = 200, 48, 4, 6  # resumed in the middle of the second epoch
-
-
-class Echo(Dataset[Key]):
-    def __getitem__(self, key: Key) -> Key:
-        return key
 
 
 class Shards(NoiseImages):
@@ -36,7 +30,7 @@ def batches(images: NoiseImages, start: int, rank: int, world: int, workers: int
     config = _config()
     parts = shares(BATCH, 2, rank, world)
     order = batch_keys(images, config, start, shares=parts, steps_per_epoch=PER_EPOCH)
-    found: list[list[Key]] = list(read(Echo(), order, list, Watched(images, workers, 0)))
+    found: list[list[Key]] = list(read(list, order, Watched(images, workers, 0)))
     steps = [found[i : i + len(parts)] for i in range(0, len(found), len(parts))]
     return [[key for part in step for key in part] for step in steps]
 

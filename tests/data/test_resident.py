@@ -7,7 +7,7 @@ import torch
 from stopmim.data.crops import crop_box, resized_crop
 from stopmim.data.images import InMemory
 from stopmim.data.loading import Crops
-from stopmim.data.resident import PlannedCrops, collate, crops, pixels_for
+from stopmim.data.resident import crops, pixels_for, plan
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset
@@ -41,9 +41,9 @@ def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> 
     small = rng.integers(0, 256, (5, 10, 12, 3), dtype=np.uint8)
     images = Arrays(np.repeat(np.repeat(small, 4, axis=1), 4, axis=2), {}, [], "noise")
     config = tiny()
-    usual, drawn = Crops(images, config), PlannedCrops(40, 48, config)
+    usual = Crops(images, config)
     for key in ((0, 3), (1, 3), (7, 0)):
-        sample, parts = usual[key], collate([drawn[key]])
+        sample, parts = usual[key], plan(config, (40, 48), [key])
         assert sample.image is not None
         numbers, boxes, _ = map(torch.from_numpy, parts)
         crop = crops(torch.from_numpy(images.pixels), numbers, boxes, config.image_size)[0]

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from stopmim import pretrain
 from stopmim.base.errors import ResourceError
@@ -38,9 +37,8 @@ class Trap(NoiseImages):
         return super().read(i)
 
 
-class Numbers(Dataset[np.ndarray]):
-    def __getitem__(self, key: tuple[int, int]) -> np.ndarray:
-        return np.full(7, key[1])
+def sevens(keys: list[tuple[int, int]]) -> np.ndarray:
+    return np.stack([np.full(7, number) for _, number in keys])
 
 
 def fail() -> None:
@@ -108,7 +106,7 @@ def test_long_lists_of_keys_do_not_fill_the_pipe_from_both_ends() -> None:
     lists = [[(0, i) for i in range(n)] for _ in range(4)]
     watched = Watched(NoiseImages(), 1, 60)
     signal.alarm(30)  # nobody handles it
-    found = list(batches(Numbers(), lists, np.stack, watched))
+    found = list(batches(sevens, lists, watched))
     signal.alarm(0)
     assert [int(array[-1, 0]) for array in found] == 4 * [n - 1]
 
@@ -119,7 +117,7 @@ def test_workers_share_what_they_read_whatever_way_processes_start_by_default() 
     torch.multiprocessing.set_start_method("forkserver", force=True)
     try:
         watched = Watched(Trap(lambda: None), 1, 10.0)
-        (read,) = batches(Numbers(), [[(0, 5)]], lambda parts: parts[0].tolist(), watched)
+        (read,) = batches(lambda keys: sevens(keys)[0].tolist(), [[(0, 5)]], watched)
     finally:
         torch.multiprocessing.set_start_method(usual, force=True)
     assert read == [5] * 7

@@ -8,10 +8,10 @@ from typing import Any
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.check import inspect_images
+from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
-from stopmim.data.stamps import stamp_files
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels

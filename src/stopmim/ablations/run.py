@@ -23,10 +23,11 @@ from stopmim.base.console import duration
 from stopmim.base.errors import UserError
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, override
-from stopmim.data.loading import default_workers, steps_per_epoch
+from stopmim.data.loading import steps_per_epoch
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images
 from stopmim.data.sources.scenes import parse_scenes
+from stopmim.data.workers import default_workers
 from stopmim.method.build import configure
 from stopmim.runs.run import Run, claimed
 

@@ -6,12 +6,12 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from stopmim.base.console import Ticker, duration
 from stopmim.base.errors import DataError, UserError
@@ -19,10 +19,9 @@ from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.images import Images
-from stopmim.data.loading import default_workers
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
 from stopmim.data.sources.open import open_images, open_test
-from stopmim.data.sources.paths import printable
+from stopmim.data.sources.source import printable
 from stopmim.data.workers import Watched, batches
 from stopmim.method.build import configure
 
@@ -45,22 +44,6 @@ class ImageFacts(NamedTuple):
     digest: bytes = b""  # of the file, or of the pixels if there is no file
 
 
-class Inspector(Dataset[ImageFacts]):
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-
-    def __getitem__(self, number: int) -> ImageFacts:
-        with collect_files() as files:
-            try:
-                pixels = self.watched.read(number)
-            except BadImageError as error:
-                return ImageFacts(str(error))
-        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
-        height, width = pixels.shape[:2]
-        kind = format_of(data) if files else "pixels"
-        return ImageFacts(None, height, width, kind, hashlib.sha256(data).digest())
-
-
 @dataclass(frozen=True)
 class Report:
     """Findings of `check`; `text` is for people, `problem` is None if the images are usable."""
@@ -70,12 +53,12 @@ class Report:
     config: Config
     images: int  # in the data set
     seconds: float
-    scanned: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
-    sides: list[int] = field(default_factory=list)  # shorter side of every readable image
-    kinds: Counter[str] = field(default_factory=Counter)
-    copies: list[list[str]] = field(default_factory=list)  # names of equal images
-    classes: dict[str, list[int]] = field(default_factory=dict)  # label -> images per class
+    scanned: int
+    bad: list[tuple[str, str]]  # name, reason
+    sides: list[int]  # shorter side of every readable image
+    kinds: Counter[str]
+    copies: list[list[str]]  # names of equal images
+    classes: dict[str, list[int]]  # label -> images per class
     test: "Report | None" = None  # of the test split, if there is one
     refused: str | None = None  # why a test split cannot be opened
 
@@ -118,11 +101,11 @@ class Report:
 
     def text(self) -> str:
         """Formats the report for a terminal of 80 columns."""
-        rows = [("", f"{self._count} in {duration(self.seconds)}"), *self._labels]
+        count, labels, broken = self._summary()
+        rows = [("", f"{count} in {duration(self.seconds)}"), *labels]
         if self.sides:
             size = self.config.image_size
-            low, middle, high = min(self.sides), statistics.median(self.sides), max(self.sides)
-            rows += [("size", f"shorter side {low:,} to {high:,} px, median {middle:,.0f}")]
+            rows += [("size", f"shorter side {_range(self.sides, 'px')}")]
             small = sum(side < size for side in self.sides) / len(self.sides)
             rows += [("", f"{small:.1%} below the {size} px of {self.preset}")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
@@ -130,11 +113,12 @@ class Report:
         extra = sum(len(group) - 1 for group in self.copies)
         rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
-        rows += self._broken
+        rows += broken
         if self.refused:
             rows += [("test part", self.refused)]
         if self.test:
-            rows += [("test part", self.test._count), *self.test._labels, *self.test._broken]
+            count, labels, broken = self.test._summary()
+            rows += [("test part", count), *labels, *broken]
         rows += [("training", self._training()), ("verdict", self.verdict)]
         wrap = textwrap.TextWrapper(
             WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
@@ -145,27 +129,22 @@ class Report:
             lines += wrap.wrap(text)
         return "\n".join(lines)
 
-    @property
-    def _count(self) -> str:
+    def _summary(self) -> tuple[str, list[Row], list[Row]]:
+        """The number of images, rows about labels, and rows about broken images."""
         of = "" if self.scanned == self.images else f" of {self.images:,}"
-        return f"{self.scanned:,}{of} images scanned"
-
-    @property
-    def _labels(self) -> list[Row]:
-        return [("labels", f"{label}: {_class_sizes(n)}") for label, n in self.classes.items()]
-
-    @property
-    def _broken(self) -> list[Row]:
-        rows = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
-        rows += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
+        labels = [
+            ("labels", f"{label}: {len(sizes):,} with {_range(sizes, 'images each')}")
+            for label, sizes in self.classes.items()
+        ]
+        broken = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
+        broken += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
-            rows += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
-        return rows
+            broken += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        return f"{self.scanned:,}{of} images scanned", labels, broken
 
     def _training(self) -> str:
         optim = self.config.optim
-        steps = self.images // optim.batch_size
-        size = f"{optim.batch_size:,} images"
+        steps, size = self.images // optim.batch_size, f"{optim.batch_size:,} images"
         if not steps:
             return f"{self.preset}: none, an update takes {size}"
         text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
@@ -173,10 +152,9 @@ class Report:
             enough = -(-2 * FEW_UPDATES // steps)
             return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
         known = PRESETS.get(self.preset)
-        if known is None or known.cost.hours is None:
-            return text
-        hours = known.cost.hours * self.images / IMAGENET
-        return f"{text}; about {hours:.1f} hours of one H200"
+        if known is not None and known.cost.hours is not None:
+            text += f"; about {known.cost.hours * self.images / IMAGENET:.1f} hours of one H200"
+        return text
 
 
 def check(
@@ -190,8 +168,7 @@ def check(
     """Reads the images of `data`, and of its test split, as a run would, on all cores.
 
     Args:
-        preset: the planned training; sizes and costs are compared with it.
-        changes: config keys that differ from the preset.
+        preset: the planned training, with `changes` of config keys; sizes are compared with it.
         fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
         limit: number of images to read of each split, evenly spaced.
     """
@@ -201,7 +178,7 @@ def check(
         check_writable(fix_list)  # before minutes are spent
     config = configure(preset, changes)
     skip = config.data.skip
-    if fix_list is not None and skip is not None and fix_list.resolve() == Path(skip).resolve():
+    if fix_list and skip and fix_list.resolve() == Path(skip).resolve():
         raise UserError(
             f"--fix-list {fix_list}: data.skip reads this list, which would be overwritten; name "
             f"another file"
@@ -216,10 +193,9 @@ def check(
     else:
         images, test = both_without_skipped(images, test, skip)
     name = printable(str(data)) if isinstance(data, str | Path) else "images"
-    report = replace(_report(name, preset, config, images, limit), refused=refused)
-    if test is not None:
-        part = _report(f"{name}, test part", preset, config, test, limit)
-        report = replace(report, test=part)
+    report = _report(name, preset, config, images, limit)
+    part = None if test is None else _report(f"{name}, test part", preset, config, test, limit)
+    report = replace(report, refused=refused, test=part)
     if fix_list is not None:
         write_list(fix_list, report.bad, report.test.bad if report.test else [])
     return report
@@ -258,18 +234,34 @@ def inspect_images(
     images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
 ) -> list[ImageFacts]:
     """Facts about these images, read by `workers` processes; None: one per core."""
-    watched = Watched(images, default_workers(images) if workers is None else workers, timeout)
+    watched = Watched(images, workers, timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     found: list[ImageFacts] = []
     begin = time.monotonic()
     with Ticker("check", len(numbers)) as ticker:
-        for facts in batches(Inspector(watched), chunks, list, watched):
+        for facts in batches(partial(_inspect, watched), chunks, watched):
             found += facts
             rate = len(found) / (time.monotonic() - begin)
             ticker.update(len(found), f"{rate:.0f} images/s")
     return found
 
 
-def _class_sizes(counts: list[int]) -> str:
-    low, middle, high = min(counts), statistics.median(counts), max(counts)
-    return f"{len(counts):,} with {low:,} to {high:,} images each, median {middle:,.0f}"
+def _inspect(watched: Watched, numbers: list[int]) -> list[ImageFacts]:
+    found = []
+    for number in numbers:
+        with collect_files() as files:
+            try:
+                pixels = watched.read(number)
+            except BadImageError as error:
+                found.append(ImageFacts(str(error)))
+                continue
+        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
+        height, width = pixels.shape[:2]
+        kind = format_of(data) if files else "pixels"
+        found.append(ImageFacts(None, height, width, kind, hashlib.sha256(data).digest()))
+    return found
+
+
+def _range(values: list[int], unit: str) -> str:
+    median = statistics.median(values)
+    return f"{min(values):,} to {max(values):,} {unit}, median {median:,.0f}"

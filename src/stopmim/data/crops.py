@@ -18,7 +18,6 @@ STD = (0.229, 0.224, 0.225)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
-
 LONGEST = 4  # aspect ratio above which `center_crop` cuts a strip before it resizes it
 
 
@@ -38,10 +37,8 @@ def crop_box(
 ) -> Box:
     """Draws a random box as torchvision's RandomResizedCrop does.
 
-    Args:
-        scale: range of the area, as a fraction of the image.
-        ratio: range of width over height, uniform in its logarithm. If no box fits in ten draws,
-            the largest central one within this range is used.
+    `scale` is the range of the area as a fraction of the image; `ratio` that of width over height,
+    uniform in its logarithm. If ten draws do not fit, takes the largest central box within it.
     """
     # Only `random`: the same draws as `uniform`, in a third of the time.
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -116,8 +113,7 @@ def flip(images: Tensor, numbers: Tensor) -> Tensor:
 def augment(images: Tensor, numbers: Tensor) -> Tensor:
     """Flips, greys and blurs, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
 
-    Args:
-        numbers: (B, 3), one row of `draw_augmentation` per image.
+    `numbers` (B, 3) has one row of `draw_augmentation` per image.
     """
     _, grey, radius = numbers.view(-1, 3, 1, 1, 1).unbind(1)  # 3 x (B, 1, 1, 1)
     images = flip(images, numbers)

@@ -9,6 +9,10 @@ Any object that satisfies `Images` works everywhere. It may also have
 and satisfy `Chunked`, `InMemory` or `FileBacked`.
 """
 
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -47,7 +51,33 @@ class InMemory(Images, Protocol):
 
 @runtime_checkable
 class FileBacked(Images, Protocol):
-    """Images read from files that may be overwritten by others of the same name and size."""
+    """Images read from files that may be overwritten by others of the same name and size.
+
+    They keep their fingerprint: a run may resume with them, but cached results are not valid.
+    """
 
     def stamp(self) -> str:
-        """Changes whenever one of the files is rewritten; see stamps.py."""
+        """Changes whenever one of the files is rewritten."""
+
+
+def stamp(images: Images) -> str:
+    """The stamp of `images`; "" if not read from files: their fingerprint covers the content."""
+    return images.stamp() if isinstance(images, FileBacked) else ""
+
+
+def stamp_files(files: Iterable[Path | str | bytes]) -> str:
+    """Hash of the sizes and modification times of these files; one stat each."""
+    digest = hashlib.sha256()
+    for file in files:
+        size, time = file_state(file)
+        digest.update(b"%d %d\n" % (size, time) if size >= 0 else b"none\n")
+    return digest.hexdigest()
+
+
+def file_state(file: Path | str | bytes) -> tuple[int, int]:
+    """Size and modification time; (-1, -1) if there is none: reading it will say why."""
+    try:
+        status = os.stat(file)
+        return status.st_size, status.st_mtime_ns
+    except OSError:
+        return -1, -1

@@ -4,14 +4,13 @@ Everything is a function of (seed, epoch, image number). Neither the number of w
 at which a run resumes changes a sample.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sized
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
@@ -25,20 +24,22 @@ from stopmim.data.workers import Watched, batches, cores, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
 
+Bad = list[tuple[str, str]]  # names of broken images met on the way, and the reasons
+
 
 class Sample(NamedTuple):
     image: Tensor | None  # (3, S, S) uint8; None: neither the image nor its replacements work
     augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
-    bad: list[tuple[str, str]]  # names of broken images met on the way, and the reasons
+    bad: Bad
 
 
 class Loaded(NamedTuple):
     images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
     augmentation: Tensor  # (B, 3) float32
-    bad: list[tuple[str, str]]
+    bad: Bad
 
 
-class Crops(Dataset[Sample]):
+class Crops:
     """Random crops of `images`, keyed by (epoch, image number)."""
 
     def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
@@ -47,28 +48,34 @@ class Crops(Dataset[Sample]):
         self.watched = watched or images
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        epoch, number = key
-        rng = numpy_generator("crop", self.seed, epoch, number)
-        image, bad = self._read(epoch, number)
-        if image is None:
-            return Sample(None, draw_augmentation(rng), bad)
-        box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
-        return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
-
-    def _read(self, epoch: int, number: int) -> tuple[np.ndarray | None, list[tuple[str, str]]]:
-        bad: list[tuple[str, str]] = []
-        for candidate in self._candidates(epoch, number):
+        rng = numpy_generator("crop", self.seed, *key)
+        bad: Bad = []
+        for candidate in self._candidates(*key):
             try:
-                return self.watched.read(candidate), bad
+                image = self.watched.read(candidate)
             except BadImageError as error:
                 bad.append((self.images.name(candidate), str(error)))
-        return None, bad
+                continue
+            box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
+            return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
+        return Sample(None, draw_augmentation(rng), bad)
 
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:
         yield number
         # Keyed as well: a resumed run takes the same replacements.
         others = numpy_generator("replace", self.seed, epoch, number)
         yield from others.integers(len(self.images), size=REPLACEMENTS).tolist()
+
+    def batch(self, keys: list[tuple[int, int]]) -> Loaded:
+        samples = [self[key] for key in keys]
+        bad = [entry for sample in samples for entry in sample.bad]
+        images = [sample.image for sample in samples if sample.image is not None]
+        whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
+        if len(images) == len(samples):
+            # Stacked in their memory order, which is H, W, 3.
+            whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+        augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
+        return Loaded(shared(whole), shared(augmentation), bad)
 
 
 def loader(
@@ -84,47 +91,32 @@ def loader(
 
     They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.
     """
-    order = batch_keys(
-        images,
-        config,
-        start,
-        shares=shares(config.optim.batch_size, config.runtime.accumulate, rank, world),
-        steps_per_epoch=steps_per_epoch(images, config),
-    )
-    pixels = resident.pixels_for(images, device)
-    if pixels is not None:
-        planned = resident.PlannedCrops(pixels.shape[1], pixels.shape[2], config)
-        watched = _watched(images, config, min(4, cores()))
-        for plans in batches(planned, order, resident.collate, watched):
+    parts = shares(config.optim.batch_size, config.runtime.accumulate, rank, world)
+    steps = steps_per_epoch(images, config)
+    order = batch_keys(images, config, start, shares=parts, steps_per_epoch=steps)
+    if (pixels := resident.pixels_for(images, device)) is not None:
+        workers = config.runtime.workers
+        workers = min(4, cores()) if workers is None else workers
+        watched = Watched(images, workers, config.runtime.worker_timeout)
+        plan = partial(resident.plan, config, pixels.shape[1:3])
+        for plans in batches(plan, order, watched):
             numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in plans)
             numbers, boxes = (x.to(device, non_blocking=True) for x in (numbers, boxes))
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, augmentation, [])
         return
-    for loaded in read_crops(images, config, order):
+    for whole, augmentation, bad in read_crops(images, config, order):
         if device.type == "cuda":
-            whole, augmentation, bad = loaded
-            loaded = Loaded(whole.pin_memory(), augmentation.pin_memory(), bad)
-        yield loaded
+            whole, augmentation = whole.pin_memory(), augmentation.pin_memory()
+        yield Loaded(whole, augmentation, bad)
 
 
 def read_crops(
     images: Images, config: Config, keys: Iterable[list[tuple[int, int]]]
 ) -> Iterator[Loaded]:
     """Yields the training crops for lists of (epoch, image number), read by worker processes."""
-    watched = _watched(images, config, default_workers(images))
-    return batches(Crops(images, config, watched), keys, _collate, watched)
-
-
-def _watched(images: Images, config: Config, default: int) -> Watched:
-    workers = config.runtime.workers
-    return Watched(images, default if workers is None else workers, config.runtime.worker_timeout)
-
-
-def default_workers(images: Images) -> int:
-    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
-    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
+    watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
+    return batches(Crops(images, config, watched).batch, keys, watched)
 
 
 def steps_per_epoch(images: Sized, config: Config) -> int:
@@ -135,14 +127,3 @@ def steps_per_epoch(images: Sized, config: Config) -> int:
             f"use more images or a smaller --optim.batch_size"
         )
     return steps
-
-
-def _collate(samples: list[Sample]) -> Loaded:
-    bad = [entry for sample in samples for entry in sample.bad]
-    images = [sample.image for sample in samples if sample.image is not None]
-    whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
-    if len(images) == len(samples):
-        # Stacked in their memory order, which is H, W, 3.
-        whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-    augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
-    return Loaded(shared(whole), shared(augmentation), bad)

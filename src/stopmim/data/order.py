@@ -60,12 +60,10 @@ def permutation(images: Images, seed: int, epoch: int) -> torch.Tensor:
 def nearly_sequential(chunks: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
     """A permutation that reads a few chunks at a time, each from beginning to end.
 
-    The chunks are put in random order; then every image is delayed by a random part of `window`
-    places, and all are sorted. This resembles a shuffle buffer of that size, but no image stays
-    behind in it: none moves `window` places or more. Up to `window` images are permuted freely.
-
-    Args:
-        chunks: (k + 1,) the first image of each chunk, and the end of the last.
+    The chunks, (k + 1,) as in `images.Chunked`, are put in random order; then every image is
+    delayed by a random part of `window` places, and all are sorted. This resembles a shuffle buffer
+    of that size, but no image stays behind in it: none moves `window` places or more. Up to
+    `window` images are permuted freely.
     """
     pieces = rng.permutation(len(chunks) - 1).tolist()
     sequence = np.concatenate([np.arange(chunks[c], chunks[c + 1]) for c in pieces])

@@ -9,7 +9,8 @@ Shapes: B scenes, O bodies in all of them, K bodies in tiles of T x T rays, M ra
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,67 +31,49 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Column = NDArray[Any]
 
-
-class _Views(NamedTuple):
-    """Cameras and lamps of scenes as columns: (B,), or (K, 1, 1) to broadcast against tiles."""
-
-    height: Column
-    ahead: Column  # cosine of the downward angle; `down` is its sine
-    down: Column
-    spread: Column
-    light_x: Column
-    light_y: Column
-    light_z: Column
-
-    def at(self, index: Any) -> "_Views":
-        return _Views(*(column[index] for column in self))
+# `ahead` and `down` are the cosine and sine of a camera's downward angle, `cos` and `sin` those of
+# a body's turn. Bodies of a scene are numbered from 1.
+VIEW = ("height", "ahead", "down", "spread", "light_x", "light_y", "light_z")
+BODY = ("scene", "number", "shape", "colour", "metal", "half", "x", "y", "cos", "sin")
 
 
-class _Bodies(NamedTuple):
-    """Bodies of many scenes as columns: (O,), or (K, 1, 1) to broadcast against tiles."""
+class _Table(SimpleNamespace):
+    """Columns of equal shape: (B,) or (O,), or (K, 1, 1) to broadcast against tiles."""
 
-    scene: Column
-    number: Column  # in its scene, from 1
-    shape: Column
-    colour: Column
-    metal: Column
-    half: Column
-    x: Column
-    y: Column
-    cos: Column  # of its turn
-    sin: Column
-
-    def at(self, index: Any) -> "_Bodies":
-        return _Bodies(*(column[index] for column in self))
+    def __getitem__(self, index: Any) -> "_Table":
+        return _Table(**{name: column[index] for name, column in vars(self).items()})
 
 
-def _tables(scenes: Sequence[Scene]) -> tuple[_Views, _Bodies]:
-    views = [(s.height, *rotation(s.tilt), s.spread, *s.light) for s in scenes]
+def _tables(scenes: Sequence[Scene]) -> tuple[_Table, _Table]:
+    """VIEW of all scenes; BODY of all bodies, with the VIEW of their scenes."""
+    cameras = [(s.height, *rotation(s.tilt), s.spread, *s.light) for s in scenes]
     bodies = [
         # The turn of a round body is invisible.
         (i, k, b.shape, b.colour, b.metal, b.half, b.x, b.y, *rotation(b.turn * (b.shape == CUBE)))
         for i, scene in enumerate(scenes)
         for k, b in enumerate(scene.bodies, 1)
     ]
-    columns = np.array(bodies, np.float64).reshape(len(bodies), len(_Bodies._fields)).T
+    columns = np.array(bodies, np.float64).reshape(len(bodies), len(BODY)).T
     whole, real = columns[:5].astype(np.int64), columns[5:].copy()
-    return _Views(*np.array(views, np.float64).T.copy()), _Bodies(*whole, *real)
+    views = _Table(**dict(zip(VIEW, np.array(cameras, np.float64).T.copy(), strict=True)))
+    body = dict(zip(BODY, [*whole, *real], strict=True))
+    return views, _Table(**body, **vars(views[body["scene"]]))
 
 
 def _tiles(
-    view: _Views, x: Floats, y: Floats, z: Floats, radius: Floats, cells: int, step: int
+    b: _Table, x: Floats, y: Floats, z: Floats, radius: Floats, cells: int, step: int
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Squares around balls, in an image of cells x cells: index (K,), rows (K, T, 1), columns.
 
     T is a multiple of `step`, which leaves few groups, each processed as one array.
     """
-    along = y * view.ahead + (view.height - z) * view.down
-    above = y * view.down + (z - view.height) * view.ahead
+    along = y * b.ahead + (b.height - z) * b.down
+    above = y * b.down + (z - b.height) * b.ahead
     starts, sides = [], np.zeros(len(x))
     for across in (-above, x):
         # Exact tangents from the eye to the ball, so that no pixel of it is missed.
         root = radius * np.sqrt(across * across + along * along - radius * radius)
-        scale = 0.5 * cells / (view.spread * (along * along - radius * radius))
+        scale = 0.5 * cells / (b.spread * (along * along - radius * radius))
         starts.append(np.floor((across * along - root) * scale + 0.5 * cells))
         stop = np.floor((across * along + root) * scale + 0.5 * cells) + 1.0
         sides = np.maximum(sides, stop - starts[-1])
@@ -102,7 +85,7 @@ def _tiles(
         yield group, (top[:, None] + offset)[:, :, None], (left[:, None] + offset)[:, None, :]
 
 
-def _rays(view: _Views, rows: Ints, columns: Ints, cells: int) -> tuple[Floats, Floats, Floats]:
+def _rays(view: _Table, rows: Ints, columns: Ints, cells: int) -> tuple[Floats, Floats, Floats]:
     """x, y, z of rays through cells, scaled to depth 1: a ray's parameter is a depth."""
     right = ((2 * columns + 1) / cells - 1.0) * view.spread
     up = (1.0 - (2 * rows + 1) / cells) * view.spread
@@ -128,20 +111,18 @@ def _power(x: Floats, doublings: int) -> Floats:
     return x
 
 
-def _hits(
-    shape: int, those: Ints, views: _Views, bodies: _Bodies, size: int
-) -> Iterator[tuple[Column, ...]]:
+def _hits(shape: int, those: Ints, bodies: _Table, size: int) -> Iterator[tuple[Column, ...]]:
     """Yields rays that hit these bodies, hidden or not: body, cell, depth, x, y, z, each (M,).
 
     The rays of a pixel are adjacent: cell // GRID**2 is the pixel.
     """
     cells = size * GRID
-    bodies, views = bodies.at(those), views.at(those)
+    bodies = bodies[those]
     radius = bodies.half * BALL[shape]
-    for group, rows, columns in _tiles(views, bodies.x, bodies.y, bodies.half, radius, cells, 16):
-        b, view = bodies.at((group, None, None)), views.at((group, None, None))
-        x, y, z = _rays(view, rows, columns, cells)  # (K, 1, T), (K, T, 1), (K, T, 1)
-        ex, ey, ez = -b.x, -b.y, view.height - b.half  # the eye, relative to the body's centre
+    for group, rows, columns in _tiles(bodies, bodies.x, bodies.y, bodies.half, radius, cells, 16):
+        b = bodies[group, None, None]
+        x, y, z = _rays(b, rows, columns, cells)  # (K, 1, T), (K, T, 1), (K, T, 1)
+        ex, ey, ez = -b.x, -b.y, b.height - b.half  # the eye, relative to the body's centre
         if shape == SPHERE:
             c = ex * ex + ey * ey + ez * ez - b.half * b.half
             enter, leave = _round(x * x + (y * y + z * z), x * ex + (y * ey + z * ez), c)
@@ -167,15 +148,13 @@ def _hits(
         yield those[group[body]], cell, enter.ravel()[hit], *ray
 
 
-def _shade(
-    shape: int, metal: bool, views: _Views, bodies: _Bodies, hits: list[Column]
-) -> list[Floats]:
+def _shade(shape: int, metal: bool, bodies: _Table, hits: list[Column]) -> list[Floats]:
     """Linear red, green and blue of rays that end on bodies of one shape and material, (M,)."""
     body, _, depth, x, y, z = hits
     scale = (1.0 / bodies.half)[body]
     nx = (x * depth - bodies.x[body]) * scale
     ny = (y * depth - bodies.y[body]) * scale
-    nz = (z * depth + (views.height - bodies.half)[body]) * scale
+    nz = (z * depth + (bodies.height - bodies.half)[body]) * scale
     contact = np.minimum(1.0 + 0.4 * nz, 1.0)  # less light near the ground
     # The normal of a sphere is the hit point itself; high powers of it give flat sides with
     # rounded edges, as on CLEVR's bodies.
@@ -195,7 +174,7 @@ def _shade(
     twice = 2.0 * facing
     x, y, z = x - twice * nx, y - twice * ny, z - twice * nz  # mirrored
 
-    lx, ly, lz = views.light_x[body], views.light_y[body], views.light_z[body]
+    lx, ly, lz = bodies.light_x[body], bodies.light_y[body], bodies.light_z[body]
     key = np.maximum(nx * lx + ny * ly + nz * lz, 0.0)
     glint = _power(np.maximum(x * lx + y * ly + z * lz, 0.0), 3)
     rim = _power(1.0 + facing, 2)
@@ -213,58 +192,47 @@ def _shade(
     return [PALETTE[i, bodies.colour][body] * light + shine for i in range(3)]
 
 
-def _ground(views: _Views, bodies: _Bodies, size: int) -> Floats:
+def _ground(views: _Table, bodies: _Table, size: int) -> Floats:
     """Linear grey of the ground with its shadows, (B * size * size,)."""
-    view, offset = views.at((slice(None), None, None)), np.arange(size)
+    view, offset = views[:, None, None], np.arange(size)
     x, y, z = _rays(view, offset[:, None], offset, size)
     y = y * view.height / -z - 7.0  # relative to the centre of a pool of light
     pool = 1.0 / ((1.0 + y * y / 90.0) * (1.0 + (x + 0.1) * (x + 0.1)))  # (B, size, size)
 
     lit = np.ones(pool.size)
-    views = views.at(bodies.scene)
     # A shadow is the foot of the body swept along the path (wx, wy) of the light from its top to
     # the ground. The higher the part that casts it, the softer the edge.
-    wx, wy = -2.0 * views.light_x / views.light_z, -2.0 * views.light_y / views.light_z
+    wx, wy = -2.0 * bodies.light_x / bodies.light_z, -2.0 * bodies.light_y / bodies.light_z
     x, y = bodies.x + 0.5 * wx * bodies.half, bodies.y + 0.5 * wy * bodies.half
     radius = bodies.half * (0.5 + 0.5 * np.sqrt(wx * wx + wy * wy))
-    wx, wy = wx * bodies.cos + wy * bodies.sin, wy * bodies.cos - wx * bodies.sin
+    bodies.wx = wx * bodies.cos + wy * bodies.sin  # as the body sees it, like `wy`
+    bodies.wy = wy * bodies.cos - wx * bodies.sin
     for shape in range(3):
         those = np.flatnonzero(bodies.shape == shape)
         reach = (radius + bodies.half * FOOT[shape])[those]
-        here = views.at(those)
+        here = bodies[those]
         for group, rows, columns in _tiles(here, x[those], y[those], 0.0 * reach, reach, size, 8):
-            index = (those[group], None, None)
-            light = _shadow(
-                shape, views.at(index), bodies.at(index), wx[index], wy[index], rows, columns, size
-            )
-            cell = bodies.scene[index] * (size * size) + rows * size + columns
+            b = here[group, None, None]
+            light = _shadow(shape, b, rows, columns, size)
+            cell = b.scene * (size * size) + rows * size + columns
             np.minimum.at(lit, cell.ravel(), light.ravel())
     return pool.ravel() * (0.2 + 0.34 * lit)
 
 
-def _shadow(
-    shape: int,
-    view: _Views,
-    b: _Bodies,
-    wx: Floats,
-    wy: Floats,
-    rows: Ints,
-    columns: Ints,
-    size: int,
-) -> Floats:
+def _shadow(shape: int, b: _Table, rows: Ints, columns: Ints, size: int) -> Floats:
     """Share of the first lamp's light that passes a body and reaches the ground, (K, T, T)."""
-    x, y, z = _rays(view, rows, columns, size)
+    x, y, z = _rays(b, rows, columns, size)
     scale = 1.0 / b.half
-    t = view.height * -scale / z  # (K, T, 1)
+    t = b.height * -scale / z  # (K, T, 1)
     x, y = x * t - b.x * scale, y * t - b.y * scale  # (K, T, T), (K, T, 1)
     if shape == CUBE:
         x, y = x * b.cos + y * b.sin, y * b.cos - x * b.sin
-    square = wx * wx + wy * wy + 1e-9
-    part = x * (wx / square) + y * (wy / square)  # 0: bottom of the body, 1: top
+    square = b.wx * b.wx + b.wy * b.wy + 1e-9
+    part = x * (b.wx / square) + y * (b.wy / square)  # 0: bottom of the body, 1: top
     # A sphere casts its shadow with the parts around its middle.
     low, high = (0.35, 0.65) if shape == SPHERE else (0.0, 1.0)
     part = np.minimum(np.maximum(part, low), high)
-    dx, dy = x - part * wx, y - part * wy
+    dx, dy = x - part * b.wx, y - part * b.wy
     if shape == CUBE:
         dx, dy = np.abs(dx) - 1.0, np.abs(dy) - 1.0
         px, py = np.maximum(dx, 0.0), np.maximum(dy, 0.0)
@@ -281,15 +249,13 @@ def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
     views, bodies = _tables(scenes)
     ground = _ground(views, bodies, size)
     images = GREYS[(np.sqrt(ground) * 255.0 + 0.5).astype(np.int64)]  # (B * size * size, 3)
-    views = views.at(bodies.scene)
     rays = GRID * GRID
     nearest = np.full(ground.size * rays, np.inf)
     owners = np.zeros(ground.size * rays, np.uint8)
     kinds = []
     for shape, metal in product(range(3), (False, True)):
         those = np.flatnonzero((bodies.shape == shape) & (bodies.metal == metal))
-        tiles = list(_hits(shape, those, views, bodies, size))
-        if tiles:
+        if tiles := list(_hits(shape, those, bodies, size)):
             hits = [np.concatenate(columns) for columns in zip(*tiles, strict=True)]
             np.minimum.at(nearest, hits[1], hits[2])
             kinds.append((shape, metal, hits))
@@ -299,7 +265,7 @@ def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
         seen = [column[front] for column in hits]
         owners[seen[1]] = bodies.number[seen[0]]
         pixels.append(seen[1] // rays)
-        colours.append(_shade(shape, metal, views, bodies, seen))
+        colours.append(_shade(shape, metal, bodies, seen))
     pixel = np.concatenate(pixels)
     covered = np.bincount(pixel, minlength=ground.size)
     touched = np.flatnonzero(covered)

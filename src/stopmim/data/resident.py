@@ -7,16 +7,16 @@ same random keys as `loading.Crops`: a run sees the same crops either way.
 Shapes: N images, B of a batch, S pixels along one edge of a crop.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
-from stopmim.data.crops import Box, crop_box, draw_augmentation
+from stopmim.data.crops import crop_box, draw_augmentation
 from stopmim.data.images import Images, InMemory
 
 SHARE = 0.25  # of the free GPU memory that the images may take
@@ -32,14 +32,6 @@ def pixels_for(images: Images, device: torch.device) -> Tensor | None:
     return torch.from_numpy(np.ascontiguousarray(pixels)).to(device)
 
 
-class CropPlan(NamedTuple):
-    """The random draws of `loading.Crops` for one image, without the crop itself."""
-
-    number: int
-    box: Box
-    augmentation: np.ndarray  # (3,) float32
-
-
 class CropPlans(NamedTuple):
     """A batch of plans. As arrays, which pass through the pipe of a worker: tensors would need a
     shared file each, and seven times as long for these few kilobytes."""
@@ -49,30 +41,18 @@ class CropPlans(NamedTuple):
     augmentation: np.ndarray  # (B, 3) float32
 
 
-class PlannedCrops(Dataset[CropPlan]):
-    """Crop plans, keyed by (epoch, image number)."""
-
-    def __init__(self, height: int, width: int, config: Config) -> None:
-        self.shape, self.seed, self.scale = (height, width), config.seed, config.data.crop_scale
-
-    def __getitem__(self, key: tuple[int, int]) -> CropPlan:
-        epoch, number = key
-        rng = numpy_generator("crop", self.seed, epoch, number)
-        return CropPlan(number, crop_box(rng, *self.shape, self.scale), draw_augmentation(rng))
-
-
-def collate(plans: list[CropPlan]) -> CropPlans:
-    numbers, boxes, augmentation = zip(*plans, strict=True)
-    return CropPlans(np.array(numbers), np.array(boxes), np.stack(augmentation))
+def plan(config: Config, shape: Sequence[int], keys: list[tuple[int, int]]) -> CropPlans:
+    """The random draws of `loading.Crops` for images (H, W), without the crops themselves."""
+    rngs = [numpy_generator("crop", config.seed, *key) for key in keys]
+    boxes = np.array([crop_box(rng, shape[0], shape[1], config.data.crop_scale) for rng in rngs])
+    augmentation = np.stack([draw_augmentation(rng) for rng in rngs])
+    return CropPlans(np.array([number for _, number in keys]), boxes, augmentation)
 
 
 def crops(pixels: Tensor, numbers: Tensor, boxes: Tensor, size: int) -> Tensor:
     """Crops resized as by `crops.resized_crop`: (B, 3, S, S) float32, 0 to 255.
 
-    Args:
-        pixels: (N, H, W, 3) uint8.
-        numbers: (B,) which images.
-        boxes: (B, 4) top, left, height, width.
+    Takes pixels (N, H, W, 3) uint8; image numbers (B,); boxes (B, 4): top, left, height, width.
     """
     images = pixels[numbers].permute(0, 3, 1, 2).float()  # (B, 3, H, W)
     top, left, height, width = boxes.float().unbind(1)

@@ -24,12 +24,9 @@ def without(images: Images, names: set[str]) -> Subset:
 
 def without_skipped(images: Images, file: str | Path | None) -> Images:
     """Training images without those that `file` lists; all of them if it is None."""
-    if file is None:
-        return images
-    names = read_list(Path(file))
-    if not names:
-        return images  # empty, or of test images only
-    return _checked(file, (images,), (names,))[0]
+    names = read_list(Path(file)) if file is not None else set[str]()
+    # Empty: there is no list, or it is of test images only.
+    return _without(str(file), [(images, names)])[0] if names else images
 
 
 def both_without_skipped(
@@ -44,25 +41,22 @@ def both_without_skipped(
     names = read_list(Path(file))
     fitted = names & {train.name(i) for i in range(len(train))}
     tested = (names - fitted) | read_list(Path(file), "test")
-    rest, test_rest = _checked(file, (train, test), (fitted, tested))
-    return rest, test_rest
+    train, test = _without(str(file), [(train, fitted), (test, tested)])
+    return train, test
 
 
-def _checked(
-    file: str | Path, parts: tuple[Images, ...], names: tuple[set[str], ...]
-) -> list[Images]:
-    rest = [without(images, left_out) for images, left_out in zip(parts, names, strict=True)]
-    total = sum(map(len, parts))
-    if any(names) and sum(map(len, rest)) == total:
-        raise DataError(f"{file}: names none of the {total} images; is it the right list?")
-    for images, left in zip(parts, rest, strict=True):
+def _without(file: str, parts: list[tuple[Images, set[str]]]) -> list[Images]:
+    rest = list[Images]()
+    for images, names in parts:
+        left = without(images, names)
         if not len(left):
             raise DataError(f"{file}: names all of the {len(images)} images; none is left")
-    # A part that loses nothing keeps its own fingerprint.
-    return [
-        left if len(left) < len(images) else images
-        for images, left in zip(parts, rest, strict=True)
-    ]
+        # A part that loses nothing keeps its own fingerprint.
+        rest.append(left if len(left) < len(images) else images)
+    total = sum(len(images) for images, _ in parts)
+    if any(names for _, names in parts) and sum(map(len, rest)) == total:
+        raise DataError(f"{file}: names none of the {total} images; is it the right list?")
+    return rest
 
 
 def read_list(file: Path, part: str = "train") -> set[str]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Chunked, Images
-from stopmim.data.stamps import stamp
+from stopmim.data.images import Chunked, Images, stamp
 
 
 class Subset:
@@ -20,10 +19,8 @@ class Subset:
         if isinstance(images, Chunked):  # the rest of a chunk is still contiguous
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
-        digest = hashlib.sha256(images.fingerprint.encode())
-        left_out = np.setdiff1d(np.arange(len(images)), self.kept)
-        digest.update(left_out.astype("<i8").tobytes())
-        self.fingerprint = digest.hexdigest()
+        left_out = np.setdiff1d(np.arange(len(images)), self.kept).astype("<i8").tobytes()
+        self.fingerprint = hashlib.sha256(images.fingerprint.encode() + left_out).hexdigest()
 
     def __len__(self) -> int:
         return len(self.kept)

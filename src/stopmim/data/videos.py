@@ -27,7 +27,6 @@ Bytes = NDArray[np.uint8]
 Year = Literal["2016", "2017"]
 
 VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation counts it as background
-
 RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
 LENGTH = 20  # frames of a rendered video
 BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
@@ -36,15 +35,10 @@ SEEN = 400  # a body that covers less than 1 in 400 pixels of the first frame is
 
 # Per object number: the colours of DAVIS, which are those of PASCAL VOC with 191 instead of 192,
 # and greys from the 22nd on. They only serve viewing: the numbers count.
-PALETTE: Bytes = np.array(
-    [
-        [min(128 * (i >> c & 1) + 64 * (i >> c + 3 & 1), 191) for c in range(3)]
-        if i < 22
-        else [i, i, i]
-        for i in range(256)
-    ],
-    np.uint8,
-)
+PALETTE: Bytes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, axis=1)
+PALETTE[:22] = [
+    [min(128 * (i >> c & 1) + 64 * (i >> c + 3 & 1), 191) for c in range(3)] for i in range(22)
+]
 
 
 class Video(Protocol):
@@ -68,8 +62,7 @@ class Video(Protocol):
 def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]:
     """Opens a folder of DAVIS, or renders ``scenes[:count[:size[:seed]]]``.
 
-    Args:
-        year: of the DAVIS challenge; default: 2017 if the folder has its list, else 2016.
+    The default `year` of the DAVIS challenge is 2017 if the folder has its list, else 2016.
     """
     if str(source).split(":")[0] == "scenes":
         count, size, seed = parse_scenes(str(source), RENDERED)
@@ -77,9 +70,6 @@ def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]
     if year is None:
         year = "2017" if (Path(source) / "ImageSets" / "2017").is_dir() else "2016"
     return Davis(source, year)
-
-
-# --------------------------------------------------------------------------------------- rendered
 
 
 @dataclass
@@ -92,10 +82,6 @@ class _Moving:
     dx: float  # per frame
     dy: float
     spin: float
-
-    @property
-    def foot(self) -> float:
-        return self.body.half * FOOT[self.body.shape]
 
 
 class SceneVideo:
@@ -137,34 +123,30 @@ def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
         for body in scene.bodies[: 1 + int(BODIES * draw())]
     ]
     zoom = (2.0 * draw() - 1.0) * ZOOM
+    c, s = rotation(scene.tilt)
     frames = []
     for i in range(length):
         bodies = tuple(replace(m.body, x=m.x, y=m.y, turn=m.body.turn + i * m.spin) for m in moving)
         frames.append(replace(scene, bodies=bodies, spread=scene.spread * (1.0 + zoom * i)))
         for m in moving:
-            _keep_in_sight(m, scene)
+            # A body that has half left the view, or is too near or too far, turns back.
+            depth = m.y * c + (scene.height - m.body.half) * s
+            edge = scene.spread * depth
+            if (m.x < -edge and m.dx < 0.0) or (m.x > edge and m.dx > 0.0):
+                m.dx = -m.dx
+            if (depth < NEAREST[0] and m.dy < 0.0) or (depth > FARTHEST and m.dy > 0.0):
+                m.dy = -m.dy
             # On a collision both turn and this body waits. So bodies never touch, which the
             # renderer relies on: it does not support bodies inside bodies.
-            others = [other for other in moving if other is not m]
-            if not any([_bounce(m, other) for other in others]):
+            if not any([_bounce(m, other) for other in moving if other is not m]):
                 m.x, m.y = m.x + m.dx, m.y + m.dy
     return frames
 
 
-def _keep_in_sight(m: _Moving, scene: Scene) -> None:
-    """Turns back a body that has half left the view, or is too near or too far."""
-    c, s = rotation(scene.tilt)
-    depth = m.y * c + (scene.height - m.body.half) * s
-    edge = scene.spread * depth
-    if (m.x < -edge and m.dx < 0.0) or (m.x > edge and m.dx > 0.0):
-        m.dx = -m.dx
-    if (depth < NEAREST[0] and m.dy < 0.0) or (depth > FARTHEST and m.dy > 0.0):
-        m.dy = -m.dy
-
-
 def _bounce(a: _Moving, b: _Moving) -> bool:
     """Whether the next step of `a` would touch `b`; if so, exchanges their approach velocity."""
-    x, y, apart = a.x + a.dx - b.x, a.y + a.dy - b.y, a.foot + b.foot
+    x, y = a.x + a.dx - b.x, a.y + a.dy - b.y
+    apart = a.body.half * FOOT[a.body.shape] + b.body.half * FOOT[b.body.shape]
     square = x * x + y * y
     if square >= apart * apart:
         return False
@@ -174,17 +156,23 @@ def _bounce(a: _Moving, b: _Moving) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------------------- DAVIS
-
-
 class DavisVideo:
-    """One sequence of DAVIS, read from its files on demand."""
+    """One sequence of DAVIS, with folders of frames and of masks, read on demand."""
 
-    def __init__(self, name: str, frames: list[Path], masks: list[Path], year: Year) -> None:
+    def __init__(self, name: str, frames: Path, masks: Path, year: Year) -> None:
         self.name, self.year = name, year
-        self._frames, self._masks = frames, masks
-        self.files = [*frames, *masks]
-        self.annotated = len(masks) == len(frames)
+        self._frames = sorted(frames.glob("*.jpg"))
+        if not self._frames:
+            raise DataError(f"{frames}: no frames, expected files 00000.jpg and so on")
+        there = [masks / f"{frame.stem}.png" for frame in self._frames]
+        missing = [mask for mask in there if not mask.is_file()]
+        if missing and missing != there[1:]:
+            raise DataError(
+                f"{missing[0]}: no such file; either all frames or the first need a mask"
+            )
+        self.annotated = not missing
+        self._masks = there[:1] if missing else there
+        self.files = [*self._frames, *self._masks]
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -226,12 +214,8 @@ class Davis(list[DavisVideo]):
         for folder in (self.root, frames, masks):
             if not folder.is_dir():
                 raise DataError(f"{folder}: no such folder; expected the folder of DAVIS {year}")
-        names = self._names(resolution, split)
-        super().__init__(_davis_video(name, frames / name, masks / name, year) for name in names)
-
-    def _names(self, resolution: str, split: str) -> list[str]:
         # The download of 2017 also has a list of 2016, but elsewhere than the download of 2016.
-        places = (self.year, resolution) if self.year == "2016" else (self.year,)
+        places = (year, resolution) if year == "2016" else (year,)
         lists = [self.root / "ImageSets" / place / f"{split}.txt" for place in places]
         path = next((path for path in lists if path.is_file()), None)
         if path is None:
@@ -241,7 +225,7 @@ class Davis(list[DavisVideo]):
         names = dict.fromkeys(Path(word).parent.name if "/" in word else word for word in words)
         if not names:
             raise DataError(f"{path}: empty; expected the name of a video on every line")
-        return list(names)
+        super().__init__(DavisVideo(name, frames / name, masks / name, year) for name in names)
 
     def __str__(self) -> str:
         return str(self.root)
@@ -249,17 +233,6 @@ class Davis(list[DavisVideo]):
     def files(self) -> Iterator[Path]:
         """Paths of all frames and masks."""
         return (file for video in self for file in video.files)
-
-
-def _davis_video(name: str, frames: Path, masks: Path, year: Year) -> DavisVideo:
-    found = sorted(frames.glob("*.jpg"))
-    if not found:
-        raise DataError(f"{frames}: no frames, expected files 00000.jpg and so on")
-    there = [masks / f"{frame.stem}.png" for frame in found]
-    missing = [mask for mask in there if not mask.is_file()]
-    if missing and missing != there[1:]:
-        raise DataError(f"{missing[0]}: no such file; either all frames or the first need a mask")
-    return DavisVideo(name, found, there[:1] if missing else there, year)
 
 
 def read_mask(path: Path) -> Bytes:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
@@ -50,16 +49,22 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
+def default_workers(images: Images) -> int:
+    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
+
+
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
-    Args:
-        timeout: seconds that a worker may take for one image; 0 for no limit.
+    A worker may take `timeout` seconds for one image; 0 for no limit.
     """
 
-    def __init__(self, images: Images, workers: int, timeout: float) -> None:
-        self.images, self.workers, self.timeout = images, workers, timeout
-        self.reading = torch.full((workers,), -1).share_memory_()  # current image of each worker
+    def __init__(self, images: Images, workers: int | None, timeout: float) -> None:
+        self.images, self.timeout = images, timeout
+        self.workers = default_workers(images) if workers is None else workers
+        self.reading = torch.full((self.workers,), -1).share_memory_()  # image of each worker
 
     def read(self, i: int) -> np.ndarray:
         if _number is None:
@@ -70,12 +75,12 @@ class Watched:
         try:
             pixels = self.images.read(i)
             self.reading[_number] = -1
+            return pixels
         except BadImageError:
             self.reading[_number] = -1
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return pixels
 
     def at(self, worker: int) -> int | None:
         """The image that a worker is reading, or was reading when it died or failed."""
@@ -83,30 +88,26 @@ class Watched:
 
 
 def batches(
-    dataset: Dataset[Any],
-    keys: Iterable[list[Any]],
-    collate: Callable[[list[Any]], Any],
-    watched: Watched,
+    make: Callable[[list[Any]], Any], keys: Iterable[list[Any]], watched: Watched
 ) -> Iterator[Any]:
-    """Yields `collate` of the samples of `dataset` for each list of keys, in order.
+    """Yields `make` of each list of keys, in order. It runs in the workers and reads by `watched`.
 
     Raises:
         ResourceError: a worker died, hung or raised; the message names the image it was reading.
     """
     if not watched.workers:
-        yield from (collate([dataset[key] for key in part]) for part in keys)
+        yield from map(make, keys)
         return
     lists = iter(keys)
-    pool = [_Worker(i, dataset, collate, watched) for i in range(watched.workers)]
+    pool = [_Worker(i, make, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
     try:
-        for worker in pool * AHEAD:
-            if (part := next(lists, None)) is not None:
-                if worker in due and len(part) > LONG:
-                    lists = itertools.chain([part], lists)
-                    break
-                worker.send(part)
-                due.append(worker)
+        for worker, first in zip(pool * AHEAD, lists, strict=False):
+            if worker in due and len(first) > LONG:
+                lists = itertools.chain([first], lists)
+                break
+            worker.send(first)
+            due.append(worker)
         while due:
             worker = due.popleft()
             batch = worker.receive()
@@ -120,14 +121,11 @@ def batches(
 
 
 class _Worker:
-    def __init__(
-        self, number: int, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
-    ) -> None:
+    def __init__(self, number: int, make: Callable[[list[Any]], Any], watched: Watched) -> None:
         self.number, self.watched = number, watched
         self.pipe, theirs = mp.Pipe()
-        self.process = _processes.Process(
-            target=_work, args=(number, theirs, dataset, collate, watched), daemon=True
-        )
+        arguments = (number, theirs, make, watched)
+        self.process = _processes.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         atexit.register(self.process.kill)  # workers ignore the SIGTERM of multiprocessing
         theirs.close()  # now only the worker holds it: it closes when the worker dies
@@ -136,15 +134,15 @@ class _Worker:
         try:
             self.pipe.send(keys)
         except OSError:
-            raise self._death() from None
+            raise self._error() from None
 
     def receive(self) -> Any:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self._error() from None
         if isinstance(answer, Failure):
-            raise self._failure(answer)
+            raise self._error(answer)
         return answer
 
     def end(self) -> None:
@@ -153,41 +151,35 @@ class _Worker:
         self.process.join()
         atexit.unregister(self.process.kill)
 
-    def _death(self) -> ResourceError:
-        self.process.join(1.0)
-        code, image = self.process.exitcode or 0, self.watched.at(self.number)
+    def _error(self, failure: Failure | None = None) -> ResourceError:
+        """The reason of a failure; None: of the death of the process."""
+        watched = self.watched
+        if failure is None:
+            self.process.join(1.0)
+        code = 0 if failure else self.process.exitcode or 0
+        image = failure.image if failure else watched.at(self.number)
+        reading = "" if image is None else f" while reading {watched.images.name(image)}"
+        fewer = f"--runtime.workers {watched.workers // 2}"
         if code == -signal.SIGALRM and image is not None:
             return ResourceError(
-                f"{self.watched.images.name(image)}: not read within {self.watched.timeout:g} s; "
-                f"fix or remove it, or allow more with --runtime.worker_timeout"
+                f"{watched.images.name(image)}: not read within {watched.timeout:g} s; fix or "
+                f"remove it, or allow more with --runtime.worker_timeout"
             )
-        if code == -signal.SIGBUS:
-            return self._no_room()
+        if code == -signal.SIGBUS or (failure and "no shared memory" in failure.reason):
+            return ResourceError(
+                f"/dev/shm has no room for the batches of {watched.workers} workers; try {fewer}, "
+                f"or make it larger (docker run --shm-size=8g)"
+            )
+        if failure:
+            return ResourceError(
+                f"a worker process failed{reading}: {failure.reason}; --runtime.workers 0 --debug "
+                f"shows where"
+            )
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a worker process died{self._while_reading(image)} ({how}); "
-            f"if memory ran out, try {self._fewer()}; if the image is at fault, remove it"
+            f"a worker process died{reading} ({how}); if memory ran out, try {fewer}; if the image "
+            f"is at fault, remove it"
         )
-
-    def _failure(self, failure: Failure) -> ResourceError:
-        if "no shared memory" in failure.reason:
-            return self._no_room()
-        return ResourceError(
-            f"a worker process failed{self._while_reading(failure.image)}: {failure.reason}; "
-            f"--runtime.workers 0 --debug shows where"
-        )
-
-    def _while_reading(self, image: int | None) -> str:
-        return "" if image is None else f" while reading {self.watched.images.name(image)}"
-
-    def _no_room(self) -> ResourceError:
-        return ResourceError(
-            f"/dev/shm has no room for the batches of {self.watched.workers} workers; "
-            f"try {self._fewer()}, or make it larger (docker run --shm-size=8g)"
-        )
-
-    def _fewer(self) -> str:
-        return f"--runtime.workers {self.watched.workers // 2}"
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -200,9 +192,7 @@ def shared(tensor: Tensor) -> Tensor:
         raise OSError(errno.ENOSPC, f"no shared memory: {error}") from None
 
 
-def _work(
-    number: int, pipe: Any, dataset: Dataset[Any], collate: Callable[..., Any], watched: Watched
-) -> None:
+def _work(number: int, pipe: Any, make: Callable[[list[Any]], Any], watched: Watched) -> None:
     """Main loop of a worker: keys in, batches out, until the pipe closes."""
     global _number
     _number, parent = number, os.getppid()
@@ -222,7 +212,7 @@ def _work(
         except EOFError:
             return
         try:
-            answer = collate([dataset[key] for key in keys])
+            answer = make(keys)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, watched.at(number))

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.base.console import warn
-from stopmim.data.images import Images
+from stopmim.data.images import Images, stamp
 from stopmim.data.index_cache import folder
-from stopmim.data.stamps import stamp
 
 # Code, under src/stopmim, that features and answers depend on. A protocol does not change features.
 ENCODERS = ("gpu", "method", "weights/formats")

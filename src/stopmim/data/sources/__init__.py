@@ -1,1 +1,1 @@
-"""Sources of images: one file per kind, listed in open.py."""
+"""Sources of images: one file per kind or family of kinds, listed in open.py."""

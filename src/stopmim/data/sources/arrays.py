@@ -1,8 +1,15 @@
-"""Images of one size in one array, which forked workers share."""
+"""Images of one size in one array, which forked workers share, and NumPy archives of them."""
 
 import hashlib
+import zipfile
+import zlib
+from pathlib import Path
 
 import numpy as np
+
+from stopmim.base.errors import DataError, NoPartError
+from stopmim.data.decode import one_line
+from stopmim.data.sources.source import Source, Split, printable
 
 
 class Arrays:
@@ -14,10 +21,14 @@ class Arrays:
         labels: dict[str, np.ndarray],  # name of a label -> (n,) int64
         classes: list[str],  # names of the values of "class", if known
         title: str,
-        fingerprint: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.pixels, self.labels, self.classes, self.title = pixels, labels, classes, title
-        self.fingerprint = fingerprint or _fingerprint(pixels)
+        if not fingerprint:
+            digest = hashlib.sha256(repr(pixels.shape).encode())
+            digest.update(np.ascontiguousarray(pixels).data)
+            fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -34,12 +45,52 @@ class Arrays:
         return f"{self.title} {i}"
 
 
-def _fingerprint(pixels: np.ndarray) -> str:
-    digest = hashlib.sha256(repr(pixels.shape).encode())
-    digest.update(np.ascontiguousarray(pixels).data)
-    return digest.hexdigest()
-
-
 def label_name(name: str) -> str:
     """Our name of a label that a file calls `name`."""
     return "class" if name in ("label", "labels", "y") else name
+
+
+def _open_npz(path: str, split: Split | None) -> Arrays:
+    """Opens an archive with one array of images, (n, H, W, 3) or (n, H, W), under any name.
+
+    Integer arrays of length n, or (n, 1), are labels; "label", "labels" and "y" become "class".
+    If there are arrays train_images and test_images (or val_images), as in MedMNIST, these are the
+    splits, and only labels with the same prefix belong to them.
+    """
+    name = printable(path)
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+            prefix = _prefix(name, found.files, split)
+            keys = [key for key in found.files if key.startswith(prefix)]
+            arrays = {key.removeprefix(prefix): found[key] for key in keys}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = f"not a NumPy archive that can be read safely: {one_line(error)}"
+        raise DataError(f"{name}: {reason}") from None
+    shaped = {k: a for k, a in arrays.items() if a.ndim == 3 or (a.ndim == 4 and a.shape[3] == 3)}
+    images = [key for key, array in shaped.items() if array.dtype == np.uint8 and array.size]
+    if len(images) != 1:
+        got = ", ".join(f"{k} {a.dtype} {a.shape}" for k, a in arrays.items())
+        raise DataError(
+            f"{name}: {len(images)} arrays of images; looked for one, uint8, (n, H, W, 3) or "
+            f"(n, H, W); got {printable(got)[:200]}"
+        )
+    pixels = arrays.pop(images[0])
+    labels = {
+        label_name(k): a.reshape(-1).astype(np.int64)
+        for k, a in arrays.items()
+        if a.dtype.kind in "iu" and a.shape in ((len(pixels),), (len(pixels), 1))
+    }
+    return Arrays(pixels, labels, [], printable(Path(path).name))
+
+
+def _prefix(name: str, keys: list[str], split: Split | None) -> str:
+    """The prefix of the arrays of this split; "" if there are no splits."""
+    if "train_images" not in keys and split is None:
+        return ""
+    for prefix in ("test_", "val_") if split == "test" else ("train_",):
+        if f"{prefix}images" in keys:
+            return prefix
+    raise NoPartError(f"{name}: no {split} split; looked for an array {split}_images")
+
+
+NPZ = Source("npz", _open_npz, suffix=".npz")

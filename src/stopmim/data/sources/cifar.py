@@ -14,21 +14,20 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data.decode import one_line
 from stopmim.data.sources.arrays import Arrays
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Source, Split, read_bytes
+from stopmim.data.sources.source import Source, Split, printable, read_bytes
 
 RECORD = 2 + 3 * 32 * 32  # coarse label, fine label, planes of red, green and blue
 
 
-def is_cifar100(root: Path | str) -> bool:
+def _recognise(root: Path | str) -> bool:
     releases = ("train.bin", "test.bin"), ("train", "test", "meta")
     return any(all(os.path.isfile(Path(root, name)) for name in names) for names in releases)
 
 
-def open_cifar100(text: Path | str, split: Split | None = None) -> Arrays:
+def _open(text: str, split: Split | None) -> Arrays:
     """Opens one split, (n, 32, 32, 3), with the labels "class" (100) and "coarse" (20)."""
     root, part = Path(text), split or "train"
-    if not is_cifar100(root):
+    if not _recognise(root):
         raise DataError(
             f"{printable(root)}: not CIFAR-100; looked for train.bin and test.bin, or for train, "
             f"test and meta"
@@ -89,39 +88,34 @@ def interpret(data: bytes) -> dict[Any, Any]:
         match opcode.name:
             case "PROTO":
                 pass
-            case "MARK":
-                stack.append(_MARK)
+            case "STOP" if isinstance(stack[-1], dict):
+                return stack[-1]
+            case "GLOBAL":
+                stack.append(arg)  # the name alone: nothing is looked up
             case name if name in _VALUES:
                 stack.append(arg)
-            case "NEWFALSE":
-                stack.append(False)
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_LIST":
-                stack.append([])
-            case "DICT":
-                stack.append(_pairs(pop_mark()))
-            case "LIST":
-                stack.append(pop_mark())
-            case "TUPLE":
-                stack.append(tuple(pop_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                n = int(opcode.name[-1])
+            case "MARK" | "NEWFALSE" | "EMPTY_DICT" | "EMPTY_LIST" as name:
+                new = {"MARK": _MARK, "NEWFALSE": False, "EMPTY_DICT": {}, "EMPTY_LIST": []}
+                stack.append(new[name])
+            case "DICT" | "LIST" | "TUPLE" as name:
+                make: Any = {"DICT": _pairs, "LIST": list, "TUPLE": tuple}[name]
+                stack.append(make(pop_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                n = int(name[-1])
                 stack[-n:] = [tuple(stack[-n:])]
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
                 stack.append(memo[arg])
-            case "APPEND" | "APPENDS":
-                items = pop_mark() if opcode.name == "APPENDS" else [stack.pop()]
+            case "APPEND" | "APPENDS" as name:
+                items = pop_mark() if name == "APPENDS" else [stack.pop()]
                 stack[-1].extend(items)
-            case "SETITEM" | "SETITEMS":
-                items = pop_mark() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            case "SETITEM" | "SETITEMS" as name:
+                items = pop_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
                 stack[-1].update(_pairs(items))
-            case "GLOBAL" | "REDUCE" | "BUILD":
-                _construct(opcode.name, arg, stack)
-            case "STOP" if isinstance(stack[-1], dict):
-                return stack[-1]
+            case "REDUCE" | "BUILD" as name:
+                top, below = stack.pop(), stack.pop()
+                stack.append(_construct(name, below, top))
             case other:
                 raise ValueError(f"opcode {other} {arg or ''}")
     raise ValueError("no end")
@@ -131,24 +125,19 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _construct(opcode: str, arg: Any, stack: list[Any]) -> None:
-    """Executes one of the three steps of constructing an array; no name is ever looked up."""
-    if opcode == "GLOBAL":
-        stack.append(arg)
-        return
-    top, below = stack.pop(), stack.pop()
-    match opcode, below:
-        case "REDUCE", "numpy.core.multiarray _reconstruct" if top[0] == "numpy ndarray":
-            stack.append(_ARRAY)
-        case "REDUCE", "numpy dtype" if top[0] == "u1":
-            stack.append(_UINT8)
-        case "BUILD", _ if below is _UINT8:  # byte order and the like
-            stack.append(_UINT8)
-        case "BUILD", _ if below is _ARRAY and top[2] is _UINT8 and not top[3]:  # in C order
-            _, shape, _, _, pixels = top
-            stack.append(np.frombuffer(pixels.encode("latin-1"), np.uint8).reshape(shape))
-        case _:
-            raise ValueError(f"{opcode} of {below}")
+def _construct(opcode: str, what: Any, state: Any) -> Any:
+    """One step of constructing an array of uint8, in C order."""
+    match opcode, what:
+        case "REDUCE", "numpy.core.multiarray _reconstruct" if state[0] == "numpy ndarray":
+            return _ARRAY
+        case "REDUCE", "numpy dtype" if state[0] == "u1":
+            return _UINT8
+        case "BUILD", _ if what is _UINT8:  # byte order and the like
+            return _UINT8
+        case "BUILD", _ if what is _ARRAY and state[2] is _UINT8 and not state[3]:
+            _, shape, _, _, pixels = state
+            return np.frombuffer(pixels.encode("latin-1"), np.uint8).reshape(shape)
+    raise ValueError(f"{opcode} of {what}")
 
 
-CIFAR100 = Source("cifar100", open_cifar100, recognise=is_cifar100)
+CIFAR100 = Source("cifar100", _open, recognise=_recognise)

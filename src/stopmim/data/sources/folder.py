@@ -1,4 +1,4 @@
-"""A plain folder of image files, nested or flat, with or without classes."""
+"""Folders of image files, nested or flat, with or without classes, or divided into splits."""
 
 import hashlib
 import os
@@ -12,29 +12,22 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.sources.paths import PackedPaths, printable
-from stopmim.data.sources.source import Source, Split, no_split
-from stopmim.data.stamps import stamp_files
+from stopmim.data.images import stamp_files
+from stopmim.data.sources.source import PackedPaths, Source, Split, no_split, printable
 
 EXTENSIONS = ("jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
 SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
-
+TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
+SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 # A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
 MAX_BYTES = 2**30
-
-SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 
 
 class Files:
     """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
-    labels: dict[str, np.ndarray]
-    classes: list[str]
-    fingerprint: str
-
     def __init__(self, root: Path | str, paths: Sequence[bytes]) -> None:
         self._set_root(root)
-        self.labels, self.classes = {}, []
         outside = [p for p in paths if p.startswith(b"/") or b".." in p.split(b"/") or b"\0" in p]
         if outside:
             raise DataError(f"{printable(root)}: {printable(outside[0])}: not a path below it")
@@ -50,6 +43,8 @@ class Files:
     def _set_root(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
         self._root = os.fsencode(self.root) + b"/"
+        self.labels: dict[str, np.ndarray] = {}
+        self.classes: list[str] = []
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -96,7 +91,6 @@ class Folder(Files):
         self.fingerprint = index["fingerprint"].tobytes().decode()
         found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
         self.classes = list(classes) or (found if len(found) > 1 else [])
-        self.labels = {}
         if found and self.classes:
             if unknown := sorted(set(found) - set(self.classes)):
                 raise DataError(f"{name}: class {unknown[0]} is not among those of training")
@@ -194,37 +188,20 @@ def holds_images(root: Path | str | bytes) -> bool:
     return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
 
 
-def subfolders(root: bytes) -> list[bytes]:
-    """Sorted names of the folders in `root` that are not hidden; none if it cannot be read."""
-
-    def is_folder(entry: os.DirEntry[bytes]) -> bool:
-        return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
-
-    try:
-        with os.scandir(root) as entries:
-            return sorted(e.name for e in entries if not e.name.startswith(b".") and is_folder(e))
-    except OSError:
-        return []
-
-
 def class_folders(root: Path | str) -> list[str]:
     """`Folder(root).classes`, without listing every file."""
-    place = os.fsencode(os.path.abspath(root))
-    folders = subfolders(place)
-    if any(os.path.islink(place + b"/" + name) for name in folders):
+    place = os.fsencode(os.path.abspath(root)) + b"/"
+    _, folders, others = next(os.walk(place), (place, [], []))
+    folders = sorted(name for name in folders if not name.startswith(b"."))
+    if any(os.path.islink(place + name) for name in folders):
         # The target of a link may count elsewhere: only a full scan tells.
-        found = list(_classes(list(scan(place + b"/", {}, [])))[0])
+        found = list(_classes(list(scan(place, {}, [])))[0])
     else:
-        found = [name for name in folders if holds_images(place + b"/" + name)]
-    if len(found) < 2 or any(_is_image(place, name) for name in os.listdir(place)):
+        found = [name for name in folders if holds_images(place + name)]
+    images = (n for n in others if n.lower().endswith(SUFFIXES) and not n.startswith(b"."))
+    if len(found) < 2 or any(os.path.isfile(place + name) for name in images):
         return []
     return [printable(name) for name in found]
-
-
-def _is_image(folder: bytes, name: bytes) -> bool:
-    """Whether `scan` would find this in `folder`."""
-    is_named_so = name.lower().endswith(SUFFIXES) and not name.startswith(b".")
-    return is_named_so and os.path.isfile(folder + b"/" + name)
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
@@ -233,9 +210,9 @@ def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
     def size(path: bytes) -> int:
         try:
             status = os.stat(root + path)
+            return status.st_size if stat.S_ISREG(status.st_mode) else -1
         except OSError:
             return -1
-        return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     return np.fromiter(map(size, paths), np.int64, len(paths))
 
@@ -257,10 +234,32 @@ def _classes(paths: Sequence[bytes]) -> tuple[PackedPaths, np.ndarray]:
     return PackedPaths.pack(names), np.fromiter(label, np.int64, len(paths))
 
 
+def has_splits(root: Path | str) -> bool:
+    """Whether `root` holds train/ and at least one of `TEST_NAMES`, and no other folder."""
+    if not os.path.isdir(Path(root, "train")):
+        return False  # without listing a folder of a million files
+    _, folders, _ = next(os.walk(root), ("", [], []))
+    visible = {name for name in folders if name[0] != "."}
+    return "train" in visible and len(visible) > 1 and visible <= {"train", *TEST_NAMES}
+
+
+def split_folder(root: Path | str, split: Split | None) -> Path:
+    """The folder of one split of `root`."""
+    folders = [Path(root, name) for name in (TEST_NAMES if split == "test" else ("train",))]
+    return next((folder for folder in folders if os.path.isdir(folder)), folders[0])
+
+
+def open_split(root: Path | str, split: Split | None) -> Folder:
+    """Opens one split; in all splits classes are numbered by the folders of train/."""
+    classes = class_folders(Path(root, "train")) if split == "test" else ()
+    return Folder(split_folder(root, split), classes)
+
+
 def _open(text: str, split: Split | None) -> Folder:
     if split is not None:
         raise no_split(text, split)
     return Folder(text)
 
 
+SPLITS = Source("splits", open_split, recognise=has_splits)
 FOLDER = Source("folder", _open, recognise=os.path.isdir)

@@ -8,23 +8,34 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError
-from stopmim.data.sources.folder import SUFFIXES, Files, class_folders
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Source, Split, no_split
-from stopmim.data.sources.splits import has_splits, open_split
+from stopmim.data.sources.folder import SUFFIXES, Files, class_folders, has_splits, open_split
+from stopmim.data.sources.source import Source, Split, no_split, printable
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
-def open_list(path: Path | str, root: Path | str | None = None) -> Files:
+def _open(text: str, split: Split | None) -> Files:
+    """A list picks from the training split; the test split is used whole."""
+    folder, at, path = text.rpartition("@")
+    root = folder or "."
+    if not at or os.path.exists(text):
+        folder, path, root = "", text, os.path.dirname(text) or "."
+    if folder and has_splits(folder):
+        if split == "test":
+            return open_split(folder, split)
+        root = os.path.join(folder, "train")
+    elif split is not None:
+        raise no_split(text, split)
+    return _open_list(path, root)
+
+
+def _open_list(path: str, root: str) -> Files:
     """Opens the images that the list file at `path` names, in its order, below `root`.
 
     docs/data.md describes the lines. Classes are numbered as in `Folder(root)`, among all class
-    folders and not only those in the list, or else by sorted labels. The default of `root` is the
-    folder of the list.
+    folders and not only those in the list, or else by sorted labels.
     """
-    root = os.path.dirname(path) or "." if root is None else root
     name = printable(path)
     try:
         lines = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
@@ -73,19 +84,6 @@ def _split_lines(name: str, lines: list[bytes]) -> tuple[list[bytes], list[bytes
         f"{name}: {printable(odd[:100])}: neither an image file nor, as all lines must be then, "
         f"a path and a label with a tab, comma or blank between them"
     )
-
-
-def _open(text: str, split: Split | None) -> Files:
-    """A list picks from the training split; the test split is used whole."""
-    folder, at, path = text.rpartition("@")
-    pair = (path, folder or ".") if at and not os.path.exists(text) else (text, None)
-    if pair[1] and has_splits(folder):
-        if split == "test":
-            return open_split(folder, split)
-        return open_list(path, os.path.join(folder, "train"))
-    if split is not None:
-        raise no_split(text, split)
-    return open_list(*pair)
 
 
 LIST = Source(

@@ -5,19 +5,15 @@ from pathlib import Path
 
 from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.images import Images
+from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
-from stopmim.data.sources.clevr import CLEVR
-from stopmim.data.sources.davis import DAVIS
-from stopmim.data.sources.folder import FOLDER, Folder
-from stopmim.data.sources.inat2018 import INAT2018
+from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
+from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
-from stopmim.data.sources.npz import NPZ
 from stopmim.data.sources.parquet import PARQUET
-from stopmim.data.sources.paths import printable
 from stopmim.data.sources.scenes import SCENES
 from stopmim.data.sources.shards import is_pattern
-from stopmim.data.sources.source import Source, Split
-from stopmim.data.sources.splits import SPLITS
+from stopmim.data.sources.source import Source, Split, printable
 from stopmim.data.sources.tar import TAR
 
 # In the order of recognition: known layouts of folders first, any folder last.
@@ -25,15 +21,13 @@ SOURCES = [SCENES, CLEVR, INAT2018, CIFAR100, DAVIS, PARQUET, TAR, SPLITS, NPZ, 
 
 
 def open_images(source: str | Path | Images, split: Split | None = None) -> Images:
-    """Opens `source`; docs/data.md has every form.
+    """Opens `source`; docs/data.md has every form. Images are returned unchanged.
 
     Args:
         source: a folder (plain, or in a known layout), tar shards, Parquet, .npz, a list file,
             FOLDER@LIST, or scenes[:count[:size[:seed]]]. The kind is detected from the name and
-            the content, unless a prefix states it, as in ``tar:some/folder``. Images are returned
-            unchanged.
+            the content, unless a prefix states it, as in ``tar:some/folder``.
         split: None means all images of a source without splits, otherwise the training images.
-            The test split of scenes uses the next seed.
     """
     if not isinstance(source, str | Path):
         return source
@@ -64,9 +58,8 @@ def keep_outside(out: Path, data: str | Path | Images) -> None:
             roots = [path for path in (text, rest) if os.path.isdir(path)]
     place = Path(os.path.realpath(out))
     for root in map(os.path.realpath, roots):
-        if not place.is_relative_to(root):
-            continue
-        if not any(part.startswith(".") for part in place.relative_to(root).parts):  # hidden
+        inside = place.relative_to(root).parts if place.is_relative_to(root) else (".",)
+        if not any(part.startswith(".") for part in inside):  # a hidden folder is not read
             raise UserError(
                 f"{out}: lies in the folder of the images, {printable(root)}, where figures of a "
                 f"run would become images; choose another --out"

@@ -12,18 +12,15 @@ import numpy as np
 from stopmim.base.errors import DataError, UserError
 from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.sources.arrays import label_name
-from stopmim.data.sources.paths import file_names, printable
-from stopmim.data.sources.shards import Shards, find_shards, names_shards
-from stopmim.data.sources.source import Source
+from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
+from stopmim.data.sources.source import Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
 MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
 
 
-class Contents(NamedTuple):
-    """Metadata and labels of one file."""
-
+class Contents(NamedTuple):  # metadata and labels of one file
     column: str  # that holds the images
     classes: list[str]
     groups: list[tuple[int, int]]  # rows and bytes of each row group
@@ -42,9 +39,8 @@ class Parquet(Shards):
         arrow, _ = _pyarrow(files[0])
         self.files, self.unreadable = list[str](), list[str]()
         self._cached: OrderedDict[int, Any] = OrderedDict()
+        self._file_names, paths = list[str](), [os.path.abspath(file) for file in files]
         found, digest = list[Contents](), hashlib.sha256()
-        paths = [os.path.abspath(file) for file in files]
-        self._file_names = list[str]()
         for path, name in zip(paths, file_names(paths), strict=True):
             try:
                 contents, size = _read_contents(path), os.stat(path).st_size
@@ -59,8 +55,7 @@ class Parquet(Shards):
                 digest.update(b"%d %d\n" % group)
         groups = [(f, g) for f, one in enumerate(found) for g in range(len(one.groups))]
         self._groups = np.array(groups, np.int64).reshape(-1, 2)  # file, row group in it
-        rows = [rows for one in found for rows, _ in one.groups]
-        self.chunks = np.cumsum([0, *rows])
+        self.chunks = np.cumsum([0, *(rows for one in found for rows, _ in one.groups)])
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(f"{printable(files[0])}: no images in {len(files)} Parquet files{lost}")
@@ -128,11 +123,8 @@ def _read_contents(path: str) -> Contents:
     types, name = arrow.types, printable(os.path.basename(path))
 
     def holds_images(kind: Any) -> bool:
-        return types.is_struct(kind) and any(
-            child.name == "bytes"
-            and (types.is_binary(child.type) or types.is_large_binary(child.type))
-            for child in kind
-        )
+        at = kind.get_field_index("bytes") if types.is_struct(kind) else -1
+        return at >= 0 and kind[at].type in (arrow.binary(), arrow.large_binary())
 
     with parquet.ParquetFile(path, pre_buffer=False) as file:
         schema, about = file.schema_arrow, file.metadata
@@ -145,14 +137,12 @@ def _read_contents(path: str) -> Contents:
         numbers = [field.name for field in schema if types.is_integer(field.type)]
         table = file.read(columns=numbers, use_threads=False)
     groups = [about.row_group(g) for g in range(about.num_row_groups)]
-    vast = max((group.total_byte_size for group in groups), default=0)
-    if vast > MAX_GROUP:
-        raise DataError(
-            f"{name}: a row group of {vast} bytes; rewrite the file with row_group_size=100"
-        )
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    if (vast := max((size for _, size in sizes), default=0)) > MAX_GROUP:
+        advice = "rewrite the file with row_group_size=100"
+        raise DataError(f"{name}: a row group of {vast} bytes; {advice}")
     whole = [column for column in numbers if table.column(column).null_count == 0]
     labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
-    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     return Contents(images[0], _class_names(schema), sizes, labels)
 
 

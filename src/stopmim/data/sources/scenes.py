@@ -13,7 +13,6 @@ from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.source import Source, Split
 
 VERSION = 1  # in the fingerprint: increase it with any change of a pixel or label
-
 PIXELS = 2**19  # rendered at once: enough to keep threads from waiting, but few enough for caches
 BATCH = 2048  # scenes sampled at once
 DEFAULT = (8192, 64, 0)  # count, size and seed
@@ -24,9 +23,7 @@ class Scenes(Arrays):
 
     in_process = True  # faster than worker processes
 
-    def __init__(
-        self, n: int, size: int = 64, seed: int = 0, *, threads: int | None = None
-    ) -> None:
+    def __init__(self, n: int, size: int = 64, seed: int = 0, threads: int | None = None) -> None:
         pixels = np.empty((n, size, size, 3), np.uint8)
         labels = {name: np.empty(n, np.int64) for name in LABELS}
         # After this is freed, glibc keeps what is freed later. Otherwise a fifth of the time goes

@@ -4,15 +4,14 @@ import glob
 import os
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from stopmim.base.errors import DataError
-from stopmim.data.sources.folder import holds_images
-from stopmim.data.sources.paths import printable
-from stopmim.data.sources.source import Split, no_split
-from stopmim.data.sources.splits import TEST_NAMES, has_splits, split_folder
-from stopmim.data.stamps import stamp_files
+from stopmim.data.images import stamp_files
+from stopmim.data.sources.folder import TEST_NAMES, has_splits, holds_images, split_folder
+from stopmim.data.sources.source import Split, no_split, printable
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
 
@@ -49,8 +48,7 @@ def is_pattern(text: str) -> bool:
 def names_shards(text: str, suffix: str) -> bool:
     """Whether `text` is a pattern of, or a folder of, files that end in `suffix`.
 
-    A folder that also holds images is not: there a .tar or .parquet is something else, such as a
-    backup or a table of metadata.
+    Not a folder that also holds images: there such a file is a backup or a table of metadata.
     """
     if has_splits(text):
         return names_shards(os.path.join(text, "train"), suffix)
@@ -101,27 +99,33 @@ def expand(pattern: str) -> list[str]:
             for head, _, tail in [name.partition(found[0])]
             for choice in choices
         ]
-    files, missing = list[str](), list[str]()
-    for name in names:
-        here = sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
-        files += here
-        missing += [] if here else [name]
-    if missing:
+    files = [
+        sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
+        for name in names
+    ]
+    if missing := [name for name, found in zip(names, files, strict=True) if not found]:
         raise DataError(
             f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
             f"{printable(missing[0])}"
         )
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(chain.from_iterable(files)))
+
+
+def file_names(paths: Sequence[str]) -> list[str]:
+    """Printable base names; if two are equal, paths relative to the common folder instead."""
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.relpath(path, common) for path in paths]
+    return [printable(name) for name in names]
 
 
 def _list_folder(root: str, suffix: str) -> list[str]:
     """Sorted files in `root` that end in `suffix`; the Hub keeps Parquet in data/."""
     for folder in [root, os.path.join(root, "data")] if suffix == ".parquet" else [root]:
-        try:
-            names = [n for n in os.listdir(folder) if n.lower().endswith(suffix) and n[0] != "."]
-        except OSError:
-            continue
-        paths = (os.path.join(folder, name) for name in names)
-        if found := sorted(path for path in paths if os.path.isfile(path)):
+        _, _, names = next(os.walk(folder), ("", [], []))
+        shards = [n for n in sorted(names) if n.lower().endswith(suffix) and n[0] != "."]
+        paths = (os.path.join(folder, name) for name in shards)
+        if found := [path for path in paths if os.path.isfile(path)]:
             return found
     return []

@@ -1,40 +1,34 @@
-"""A kind of source: its name, how it is recognised and how it is opened.
+"""The description of a kind of source, and the handling of paths and files that kinds share.
 
 Each kind is one file of this folder that ends in a `Source`, and one line of the list in open.py.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from stopmim.base.errors import DataError, NoPartError
 from stopmim.data.images import Images
-from stopmim.data.sources.paths import printable
 
 Split = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One kind of source.
+    """One kind of source."""
 
-    Attributes:
-        name: the prefix that selects it, as in ``tar:some/folder``.
-        open: opens the text after the prefix. Split None means every image of a source without
-            splits, otherwise its training images. Raises `no_split` if the split is missing.
-        suffix: files with this suffix are of this kind.
-        recognise: whether any other text, such as a folder or a pattern, is of this kind.
-        generated: images are made on demand, so that a test split need not be looked for.
-    """
-
-    name: str
+    name: str  # the prefix that selects it, as in tar:some/folder
+    # Opens the text after the prefix. Split None means every image of a source without splits,
+    # otherwise its training images. Raises `no_split` if the split is missing.
     open: Callable[[str, Split | None], Images]
-    suffix: str = ""
-    recognise: Callable[[str], bool] = lambda text: False
-    generated: bool = False
+    suffix: str = ""  # of files of this kind
+    recognise: Callable[[str], bool] = lambda text: False  # any other text, such as a folder
+    generated: bool = False  # on demand: a test split need not be looked for
 
     def matches(self, text: str) -> bool:
         named = bool(self.suffix) and text.lower().endswith(self.suffix)
@@ -62,8 +56,44 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    data = read_bytes(path)
     try:
-        return json.loads(data)
+        return json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{printable(path)}: not JSON: {str(error)[:100]}") from None
+
+
+def printable(path: str | bytes | os.PathLike[str]) -> str:
+    """One line of valid Unicode that names a file, for logs and JSON; different for every path.
+
+    Control characters, bytes that are not UTF-8, and the backslash itself are escaped.
+    """
+    text = os.fsencode(path).decode("utf-8", "surrogateescape")
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+class PackedPaths:
+    """A sequence of byte strings in one array, and an array of where each begins.
+
+    Worker processes share the pages of an array. The reference counts of a million objects would
+    make each worker copy them.
+    """
+
+    def __init__(self, text: np.ndarray, offsets: np.ndarray) -> None:
+        self.text, self.offsets = text, offsets  # (bytes,) uint8, (n + 1,) int64
+
+    @classmethod
+    def pack(cls, items: Sequence[bytes]) -> "PackedPaths":
+        return cls(np.frombuffer(b"".join(items), np.uint8), np.cumsum([0, *map(len, items)]))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> bytes:
+        if not 0 <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        return self.text[self.offsets[i] : self.offsets[i + 1]].tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))

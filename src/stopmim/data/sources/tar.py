@@ -18,10 +18,10 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, decode
+from stopmim.data.images import file_state
 from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
-from stopmim.data.sources.paths import PackedPaths, file_names, printable
-from stopmim.data.sources.shards import Shards, find_shards, names_shards
-from stopmim.data.sources.source import Source, Split
+from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
+from stopmim.data.sources.source import PackedPaths, Source, Split, printable
 
 BLOCK = 512
 AHEAD = 2**14  # bytes read at once: small members beside an image come with its header
@@ -42,18 +42,12 @@ class Member(NamedTuple):
     name: bytes
     at: int  # offset of its data in the file
     size: int
-    start: bytes  # up to 512 bytes of its data
-
-
-class Sample(NamedTuple):
-    name: bytes
-    at: int
-    size: int
-    label: int | None
+    start: bytes = b""  # up to 512 bytes of its data
+    label: int | None = None  # of the sample that it is the image of
 
 
 class Shard(NamedTuple):
-    samples: list[Sample]
+    samples: list[Member]
     problem: str  # why part of it is lost; "" if it is whole
     torn: int  # samples at its end whose label may lie beyond the damage
 
@@ -74,11 +68,13 @@ class Tar(Shards):
         self.files = [os.path.abspath(shard) for shard in shards]
         self._shard_names = file_names(self.files)
         key = b"\0".join(map(os.fsencode, self.files))
-        began, state = time.time_ns(), _state(self.files)
+        # Sizes and modification times, (k, 2), which a cached index must match.
+        began, state = time.time_ns(), np.array([*map(file_state, self.files)], np.int64)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
-            index = self._index() | {"state": state}
-            settled = state[:, 1].max() < began - cache.SETTLED_NS
+            index = self._index(state[:, 0]) | {"state": state}
+            # Not if a shard is missing: it may be back at any time.
+            settled = state.min() >= 0 and state[:, 1].max() < began - cache.SETTLED_NS
             if len(index["at"]) >= cache.WORTH_IT and settled:
                 cache.store("tar", key, index)
         self._names = PackedPaths(index["names"], index["offsets"])
@@ -99,11 +95,8 @@ class Tar(Shards):
             raise BadImageError(f"more than {MAX_BYTES} bytes")
         try:
             # Opened for each image: no state to share with, or to send to, another process.
-            file = os.open(self.files[self._chunk(i)], os.O_RDONLY)
-            try:
-                data = os.pread(file, size, at)
-            finally:
-                os.close(file)
+            with open(self.files[self._chunk(i)], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, at)
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
         if len(data) < size:
@@ -113,66 +106,43 @@ class Tar(Shards):
     def name(self, i: int) -> str:
         return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
 
-    def _index(self) -> dict[str, np.ndarray]:
+    def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
-            found = _labelled(list(pool.map(_samples, self.files)))
-        samples = [sample for shard, _, _ in found for sample in shard]
+            found = list(pool.map(_samples, self.files))
+        # Samples that damage cut off from their labels are dropped, if all others are labelled.
+        whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
+        labels = [sample.label for shard in whole for sample in shard.samples]
+        found = whole if labels and None not in labels else found
+        samples = [sample for shard in found for sample in shard.samples]
         names = PackedPaths.pack([sample.name for sample in samples])
-        labels = [sample.label for sample in samples if sample.label is not None]
-        lost = [
-            f"{name}: {shard.problem}"
-            for name, shard in zip(self._shard_names, found, strict=True)
-            if shard.problem
-        ]
+        known = [sample.label for sample in samples if sample.label is not None]
+        pairs = zip(self._shard_names, found, strict=True)
+        lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
-        for path, (shard, _, _) in zip(self.files, found, strict=True):
-            size = os.stat(path).st_size if os.path.exists(path) else -1
+        for path, size, shard in zip(self.files, sizes, found, strict=True):
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
-            for sample in shard:
+            for sample in shard.samples:
                 digest.update(b"%b\0%d\n" % (sample.name, sample.size))
         return {
             "names": names.text,
             "offsets": names.offsets,
             "at": np.array([sample.at for sample in samples], np.int64),
             "size": np.array([sample.size for sample in samples], np.int64),
-            "label": np.array(labels if len(labels) == len(samples) else [], np.int64),
-            "chunks": np.cumsum([0, *(len(shard) for shard, _, _ in found)]),
+            "label": np.array(known if len(known) == len(samples) else [], np.int64),
+            "chunks": np.cumsum([0, *(len(shard.samples) for shard in found)]),
             "fingerprint": np.frombuffer(digest.hexdigest().encode(), np.uint8),
             "unreadable": np.frombuffer("\n".join(lost).encode(), np.uint8),
         }
 
 
-def _state(shards: Sequence[str]) -> np.ndarray:
-    """Sizes and modification times, (k, 2), which a cached index must match."""
-    state = []
-    for shard in shards:
-        try:
-            status = os.stat(shard)
-            state.append((status.st_size, status.st_mtime_ns))
-        except OSError:
-            state.append((-1, time.time_ns()))
-    return np.array(state, np.int64)
-
-
-def _labelled(found: list[Shard]) -> list[Shard]:
-    """Drops samples that damage cut off from their labels, if all others are labelled."""
-    whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
-    labels = [sample.label for shard in whole for sample in shard.samples]
-    return whole if labels and None not in labels else found
-
-
 def _samples(path: str) -> Shard:
-    found = list[Sample]()
+    found, problem = list[Member](), ""
     key, images, label = (b"", b""), list[tuple[Member, bool]](), None
 
     def flush() -> None:
-        plain = [image for image, is_plain in images if is_plain][:1]
-        found.extend(
-            Sample(image.name, image.at, image.size, label)
-            for image in plain or [image for image, _ in images]
-        )
+        chosen = [image for image, is_plain in images if is_plain][:1] or [m for m, _ in images]
+        found.extend(image._replace(start=b"", label=label) for image in chosen)
 
-    problem = ""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block forever
     except OSError as error:
@@ -294,10 +264,6 @@ def _pax(data: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def _recognise(text: str) -> bool:
-    return names_shards(text, ".tar") or text.lower().endswith(COMPRESSED)
-
-
 def _open(text: str, split: Split | None) -> Tar:
     if text.lower().endswith(COMPRESSED):
         raise DataError(
@@ -307,4 +273,9 @@ def _open(text: str, split: Split | None) -> Tar:
     return Tar(find_shards(text, ".tar", split))
 
 
-TAR = Source("tar", _open, suffix=".tar", recognise=_recognise)
+TAR = Source(
+    "tar",
+    _open,
+    suffix=".tar",
+    recognise=lambda text: names_shards(text, ".tar") or text.lower().endswith(COMPRESSED),
+)
