@@ -23,6 +23,10 @@ class Npz(Format):
     name = "NumPy arrays"
     word = "npz"
     used_by = "NumPy"
+    card = (
+        '```python\nimport numpy as np\n\nweights = np.load("model.npz")\n```\n\n'
+        "Names are timm's. It has {{ encoder.heads }} attention heads."
+    )
 
     def recognises(self, file: WeightFile) -> bool:
         return file.path.suffix == ".npz"
@@ -35,10 +39,6 @@ class Npz(Format):
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         arrays: dict[str, Any] = {name: x.numpy() for name, x in vit.weights_of(encoder).items()}
         np.savez(folder / "model.npz", **arrays)
-
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        code = 'import numpy as np\n\nweights = np.load("model.npz")'
-        return code, f"Names are timm's. It has {encoder.heads} attention heads."
 
 
 # ------------------------------------------------------------------------------ and its use

@@ -135,6 +135,7 @@ class Format:
     used_by: ClassVar[str] = ""  # completes "exported for" in the README.md of an export
     library: ClassVar[str] = "stopmim"  # that loads an export, as the hub calls it
     whole_model: ClassVar[bool] = False  # an export has all encoders and the predictor
+    card: ClassVar[str] = ""  # how to load an export, for its README.md; by default formats/WORD.md
 
     def recognises(self, file: WeightFile) -> bool:
         """Whether `file` has this format. The first of `load.FORMATS` that says so reads it."""
@@ -176,8 +177,4 @@ class Format:
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         """Writes `encoder` to `folder`, or all of `contents` if `whole_model`."""
-        raise NotImplementedError
-
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        """Python code that loads an export, and a note on it, for its README.md."""
         raise NotImplementedError

@@ -114,21 +114,6 @@ class HuggingFace(Format):
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
         save_file(to_huggingface(vit.weights_of(encoder)), folder / FILES[0], {"format": "pt"})
 
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        option = ", add_pooling_layer=False" if encoder.prefix else ""
-        pooled = "[:, 0]" if encoder.prefix else ".mean(dim=1)"
-        code = f"""\
-from transformers import AutoImageProcessor, AutoModel
-
-processor = AutoImageProcessor.from_pretrained("THIS_FOLDER")
-model = AutoModel.from_pretrained("THIS_FOLDER"{option}).eval()
-inputs = processor(images=picture, return_tensors="pt")
-features = model(**inputs).last_hidden_state{pooled}  # (B, {encoder.width})"""
-        note = """\
-`last_hidden_state` has the final norm applied, `hidden_states` have not: apply `model.layernorm` to
-them before pooling. Other image sizes need `interpolate_pos_encoding=True`."""
-        return code, note
-
 
 def _names(depth: int) -> dict[str, list[str]]:
     """Maps timm's names to those of Hugging Face, which has three matrices for `qkv`."""

@@ -90,17 +90,6 @@ class Mae(Format):
         tags = {vit.ENCODER_TAG: vit.encoder_tag(model.encoder), vit.PREDICTOR_TAG: predictor_tag}
         vit.save_tagged(weights, folder / "model.safetensors", tags)
 
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        code = """\
-from safetensors.torch import load_file
-
-weights = load_file("model.safetensors")  # for MaskedAutoencoderViT.load_state_dict"""
-        note = """\
-Keys are those of MAE's code, its `model`: the encoder under timm's names, then `mask_token` and
-`decoder_...`. `stopmim.predictor` in the header says how many heads the decoder has and whether its
-pixels are normed. If it was trained with StoP, its masked tokens without noise are those of MAE."""
-        return code, note
-
 
 def _decoder(tree: Mapping[str, Any], prefix: int, source: str) -> vit.State:
     """The decoder in MAE's state dict under our names, with positions of patches only."""

@@ -53,18 +53,6 @@ class Onnx(Format):
                     if not worst <= AGREE * max(1.0, float(want.abs().max())):
                         raise CheckpointError(f"{file}: its features are off by {worst:.1g}")
 
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        size, width = encoder.side * encoder.patch, encoder.width
-        code = """\
-import onnxruntime
-
-session = onnxruntime.InferenceSession("model.onnx")
-features, tokens = session.run(None, {"images": images})"""
-        note = f"""\
-images are (B, 3, {size}, {size}) in float32 with any B, features (B, {width}), tokens
-(B, {encoder.side**2}, {width}). Checked with onnxruntime against stopmim when it was written."""
-        return code, note
-
 
 class FeaturesAndTokens(nn.Module):
     """One vector per image, and all tokens."""

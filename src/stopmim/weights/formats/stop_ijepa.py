@@ -94,20 +94,6 @@ class StopIjepa(Format):
         }
         torch.save(tree, folder / "model.pth.tar")
 
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        code = """\
-import torch
-
-file = torch.load("model.pth.tar", map_location="cpu", weights_only=True)
-weights = {k.removeprefix("module."): v for k, v in file["target_encoder"].items()}"""
-        note = """\
-Keys are those of I-JEPA and StoP: `encoder`, `predictor` and `target_encoder`, each with the prefix
-`module.`, then `opt` and `scaler` (None: it cannot be resumed), `epoch`.
-`stopmim.predictor` says which predictor it is. Their code ignores it: predictors of StoP and I-JEPA
-have the same keys and shapes, load into each other without an error, and give nonsense.
-timm reads `encoder`, the context encoder, from such a file."""
-        return code, note
-
 
 def _part(file: WeightFile, name: str) -> vit.State:
     if not isinstance(file.tree.get(name), Mapping):

@@ -12,7 +12,7 @@ from torch import nn
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.base.sandbox import one_line
-from stopmim.method.encoder import EPS, VisionTransformer
+from stopmim.method.encoder import VisionTransformer
 from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
 
@@ -33,17 +33,6 @@ class Safetensors(Format):
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         write_safetensors(encoder, folder / "model.safetensors")
-
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        code = f"""\
-import stopmim
-
-encoder = stopmim.load_encoder("model.safetensors")
-features = encoder.features(images)  # (B, {encoder.width})"""
-        note = """\
-Without stopmim, `safetensors.torch.load_file` gives its state dict. Names are those of timm,
-I-JEPA, MAE and DINO; heads and epsilon are in the header."""
-        return code, note
 
 
 class Timm(Safetensors):
@@ -68,13 +57,6 @@ class Timm(Safetensors):
         except Exception as error:  # unknown names, no network, no such weights: many types
             raise CheckpointError(f"{file}: {one_line(error)}") from None
         return from_timm(model, str(file))
-
-    def card(self, encoder: VisionTransformer) -> tuple[str, str]:
-        code = f"{_create_model(encoder)}\nfeatures = model(images)  # (B, {encoder.width})"
-        note = """\
-The name is only a template: every number that matters is given. Do not load the file into
-`vit_base_patch16_gap_224`, which has 16 heads and takes it without an error."""
-        return code, note
 
 
 def write_safetensors(encoder: VisionTransformer, file: Path) -> None:
@@ -101,26 +83,3 @@ def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
     if not (theirs - ours).norm() <= AGREE * theirs.norm():
         raise CheckpointError(f"{source}: the same weights in a plain ViT give other features")
     return encoder
-
-
-def _create_model(encoder: VisionTransformer) -> str:
-    """The exact call, with every number: timm has a B/16 without class token of 16 heads."""
-    options: dict[str, Any] = {
-        "checkpoint_path": "model.safetensors",
-        "num_classes": 0,
-        "img_size": encoder.side * encoder.patch,
-        "patch_size": encoder.patch,
-        "embed_dim": encoder.width,
-        "depth": len(encoder.blocks),
-        "num_heads": encoder.heads,
-        "mlp_ratio": vit.Shape.of(encoder).hidden / encoder.width,
-    }
-    if not encoder.prefix:  # without fc_norm=False the final norm would move behind the pooling
-        options |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    lines = [f"    {name}={value!r},".replace("'", '"') for name, value in options.items()]
-    imports = "import timm\n"
-    if encoder.norm.eps != EPS:
-        imports = "from functools import partial\n\nimport timm\nfrom torch import nn\n"
-        lines.append(f"    norm_layer=partial(nn.LayerNorm, eps={encoder.norm.eps!r}),")
-    call = "\n".join(lines)
-    return f'{imports}\nmodel = timm.create_model(\n    "vit_base_patch16_224",\n{call}\n).eval()'
