@@ -14,12 +14,8 @@ from stopmim.base import tables
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.run import Run
 from stopmim.weights.format import Contents, Format
-from stopmim.weights.vit import Branch, Shape
+from stopmim.weights.vit import Branch
 
-ENCODERS = {
-    "target": "the target (EMA) encoder, which the papers evaluate",
-    "context": "the context encoder, the trained one",
-}
 CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}  # as in the tables of evals
 
 
@@ -27,30 +23,20 @@ def card(target: Format, contents: Contents, encoder: VisionTransformer, branch:
     """The text for an export to `target`, in Markdown with the front matter the hub expects."""
     files = FileSystemLoader(Path(__file__).parent, encoding="utf-8")
     environment = Environment(loader=files, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["quote"] = lambda path: shlex.quote(str(path))
     own = environment.from_string(target.card) if target.card else f"formats/{target.word}.md"
-    which = ENCODERS[branch] if contents.branches else "its encoder"
-    path = contents.path
-    folders = (path, path.resolve().parent.parent)  # a run, or one of its checkpoints
+    # The run that the path is, or is a checkpoint of.
+    folders = (contents.path, contents.path.resolve().parent.parent)
     run = next((Run(folder) for folder in folders if (folder / "run.json").is_file()), None)
-    data, results, words = {}, "", list[str]()
-    if run and contents.config:
-        data, results = run.about.get("data", {}), _results(run, contents, branch)
-        words = ["stopmim", "eval", "suite", str(path)]
-        words += ["--branch", branch] if branch == "context" and contents.branches else []
-        words += [] if path == run.path else ["--out", str(run.path)]
     text = environment.get_template("card.md").render(
         target=target,
         contents=contents,
         encoder=encoder,
         branch=branch,
         version=__version__,
-        which="all that is in it" if target.whole_model else which,
         how_to_load=own,
-        size=encoder.side * encoder.patch,
-        hidden=Shape.of(encoder).hidden,
-        data=data,
-        results=results,
-        evaluate=shlex.join(words),
+        run=run if contents.config else None,
+        results=_results(run, contents, branch) if run and contents.config else "",
     )
     return f"{text}\n"
 
@@ -77,11 +63,10 @@ def _results(run: Run, contents: Contents, branch: Branch) -> str:
 
 def _is_about(line: dict[str, Any], contents: Contents, branch: Branch, final: bool) -> bool:
     """Whether the result `line` was measured on the exported weights."""
-    if not {"protocol", "name", "value"} <= line.keys() or not isinstance(line["value"], float):
+    if not {"protocol", "name"} <= line.keys() or not isinstance(line.get("value"), float):
         return False
-    if "A" in line:  # ``eval compare`` measures two encoders
-        return False
-    if contents.branches and line.get("branch", "target") != branch:
+    other_branch = contents.branches and line.get("branch", "target") != branch
+    if "A" in line or other_branch:  # ``eval compare`` measures two encoders, A and B
         return False
     # Older lines have no step: they are about the newest checkpoint. Null is no run of ours.
     return line["step"] == contents.step if "step" in line else final

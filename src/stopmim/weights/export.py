@@ -12,20 +12,8 @@ from stopmim.base.errors import CheckpointError, StorageError, UserError, did_yo
 from stopmim.method.encoder import VisionTransformer
 from stopmim.weights import load
 from stopmim.weights.card import card
-from stopmim.weights.format import Format
 from stopmim.weights.inspect import identify
 from stopmim.weights.vit import Branch
-
-
-def format_for(word: str) -> Format:
-    """The format that ``--to WORD`` writes."""
-    known = {x.word: x for x in load.FORMATS if x.word}
-    if word not in known:
-        what = (
-            f"--to: no format {word!r}; {did_you_mean(word, known)}formats are {', '.join(known)}"
-        )
-        raise UserError(f"{what}; see stopmim export --help")
-    return known[word]
 
 
 def export(
@@ -43,14 +31,18 @@ def export(
         to: timm, hf (a folder for ``from_pretrained``), onnx, ijepa, mae, or safetensors.
         branch: "target" is the EMA encoder, which the papers evaluate. I-JEPA's layout has both.
     """
-    target, out = format_for(to), Path(out)
+    known, out = {x.word: x for x in load.FORMATS if x.word}, Path(out)
+    if to not in known:
+        near = did_you_mean(to, known)
+        what = f"--to: no format {to!r}; {near}formats are {', '.join(known)}"
+        raise UserError(f"{what}; see stopmim export --help")
+    target = known[to]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; choose another --out")
     contents = identify(path, heads)
     if target.whole_model and branch != "target" and contents.branches:
-        raise UserError(
-            f"--branch: --to {to} writes the whole model with both encoders; leave it out"
-        )
+        what = f"--to {to} writes the whole model with both encoders"
+        raise UserError(f"--branch: {what}; leave it out")
     encoder = contents.encoder
     if branch != "target":
         # Not from a run's newest checkpoint: the card is about the one that was identified.

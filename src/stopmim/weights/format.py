@@ -7,9 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
-
-from torch import nn
+from typing import Any, ClassVar
 
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import metadata, read_tree
@@ -61,22 +59,18 @@ class WeightFile:
         if self.path.suffix != ".safetensors":
             return tree.get(name) if isinstance(tree, Mapping) else None
         text = metadata(self.path).get(name)
-        try:
+        with vit.refusing(f"{self}: {name} is not ours"):
             return text and json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self}: {name} is not ours: {error}") from None
 
     def heads_and_eps(self) -> tuple[int | None, float]:
         """Attention heads, as given or else as in the tag of `export`, and the norm epsilon."""
         tag = self.tag(vit.ENCODER_TAG)
         if tag is None:
             return self.heads, EPS
-        try:
+        with vit.refusing(f"{self}: {vit.ENCODER_TAG} is not ours"):
             heads, eps = int(tag["heads"]), float(tag["eps"])
             if heads < 1 or not 0 <= eps < 1:
                 raise ValueError(f"{heads} heads, epsilon {eps}")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{self}: {vit.ENCODER_TAG} is not ours: {error}") from None
         return self.heads or heads, eps
 
 
@@ -97,12 +91,14 @@ class Contents:
 
     def facts(self) -> dict[str, str]:
         """Label and value of each fact, in the order in which they are printed."""
-        side, patch = cast(Any, self.encoder).side, self.encoder.patch
+        encoder: Any = self.encoder
+        side, patch = encoder.side, encoder.patch
         facts = {"file": str(self.path), "project": self.project, "encoder": self.network}
         facts["images"] = f"{side * patch}x{side * patch} pixels, a grid of {side}x{side}"
-        facts["parameters"] = f"{_millions(self.encoder)} of the encoder"
+        parts = {"encoder": encoder} | ({"predictor": self.model.predictor} if self.model else {})
+        millions = {k: sum(p.numel() for p in part.parameters()) / 1e6 for k, part in parts.items()}
+        facts["parameters"] = ", ".join(f"{n:.2f} M of the {k}" for k, n in millions.items())
         if self.model:
-            facts["parameters"] += f", {_millions(self.model.predictor)} of the predictor"
             facts["predictor"] = self.model.describe()
         counts = {"epoch": self.epoch, "step": self.step}
         facts |= {name: str(value) for name, value in counts.items() if value is not None}
@@ -118,10 +114,6 @@ class Contents:
 
     def __str__(self) -> str:
         return "\n".join(f"{label:13} {value}" for label, value in self.facts().items())
-
-
-def _millions(network: object) -> str:
-    return f"{sum(p.numel() for p in cast(nn.Module, network).parameters()) / 1e6:.2f} M"
 
 
 class Format:
@@ -143,7 +135,7 @@ class Format:
 
     def encoder(self, file: WeightFile, branch: vit.Branch) -> Encoder:
         """The encoder in evaluation mode: every key used, every parameter filled."""
-        raise NotImplementedError
+        return self.model(file).branch(branch)
 
     def model(self, file: WeightFile) -> MaskedImageModel:
         """Encoders and predictor in evaluation mode, likewise."""

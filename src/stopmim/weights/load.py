@@ -73,24 +73,15 @@ def load_model(
     return format_of(file).model(file)
 
 
-# ------------------------------------------------------------------------------ --init
-
-
 def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:
-    """The new `model` with the encoder of ``config.init``, if any.
+    """The new `model`, its encoders with the weights of the one in ``config.init``, if any.
 
-    A run that has checkpoints continues from them and does not need the file any more.
+    Positions come along, resized if the images have another size, and stay fixed. A run that has
+    checkpoints continues from them and does not need the file any more.
     """
-    if config.init and not any((run / "checkpoints").glob("step-*")):
-        copy_encoder(config.init, model)
-    return model
-
-
-def copy_encoder(source: str, model: MaskedImageModel) -> None:
-    """Copies the encoder in `source` to the encoders of `model`.
-
-    Its positions come along, resized if the images have another size, and stay fixed.
-    """
+    source = config.init
+    if not source or any((run / "checkpoints").glob("step-*")):
+        return model
     given = load_encoder(source)
     if not isinstance(given, VisionTransformer):
         raise CheckpointError(f"init: {source}: not a plain ViT with a table of positions")
@@ -104,3 +95,4 @@ def copy_encoder(source: str, model: MaskedImageModel) -> None:
     state = given.state_dict() | {"pos_embed": torch.cat([token, given.positions(side, side)], 1)}
     for part in (model.encoder, model.branch()):
         part.load_state_dict(state)
+    return model

@@ -4,10 +4,11 @@ MAE, DINO, iBOT, VISSL, timm, I-JEPA and StoP save one network under timm's name
 how it is wrapped, in what lies beside it, and in what no shape tells: heads and the norm epsilon.
 """
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +38,8 @@ WRAPPERS = re.compile(r"^(module\.)?(backbone\.|encoder\.)?")
 # Decoders, heads and mask tokens are not part of the encoder.
 NOT_ENCODER = ("decoder_", "head.", "lm_head.", "mask_token", "masked_embed")
 
+# Errors of code that reads what it does not expect.
+UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 ROUNDING = 0.01  # of a table of positions kept in half precision
 
 
@@ -79,6 +82,15 @@ def describe(encoder: VisionTransformer) -> str:
     positions = "sine-cosine" if is_sincos(encoder.pos_embed) else "learned"
     eps = f", norm eps {encoder.norm.eps:g}" if encoder.norm.eps != EPS else ""
     return f"{Shape.of(encoder)}, {positions} positions{eps}"
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Reports content that no code here expects in one line that begins with `what`."""
+    try:
+        yield
+    except UNEXPECTED as error:
+        raise CheckpointError(f"{what}: {one_line(error)}") from None
 
 
 # ------------------------------------------------------------------------------ keys
@@ -128,9 +140,10 @@ def block_count(weights: Mapping[str, Any], prefix: str) -> int:
     return len(blocks)
 
 
-def encoder_tag(encoder: VisionTransformer) -> dict[str, int | float]:
-    """The `ENCODER_TAG` of an export; read by `WeightFile.heads_and_eps`."""
-    return {"heads": encoder.heads, "eps": encoder.norm.eps}
+def tags(encoder: VisionTransformer, predictor: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The tags of an export; `WeightFile.tag` reads them."""
+    own = {ENCODER_TAG: {"heads": encoder.heads, "eps": encoder.norm.eps}}
+    return own | ({PREDICTOR_TAG: predictor} if predictor else {})
 
 
 def save_tagged(weights: State, file: Path, tags: Mapping[str, Any]) -> None:
@@ -162,7 +175,7 @@ def encoder_like(
     weights: State, source: str, heads: int | None, *, class_token: bool = False
 ) -> VisionTransformer:
     """An encoder of the architecture that the shapes of `weights` tell, without memory."""
-    try:
+    with refusing(f"{source}: not a plain ViT"):
         width, _, patch, _ = weights["patch_embed.proj.weight"].shape
         patches = weights["pos_embed"].shape[1] - class_token
         hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
@@ -179,23 +192,19 @@ def encoder_like(
         depth, ratio = block_count(weights, "blocks."), hidden / width
         with torch.device("meta"):  # without memory until it is known to fit: see `fill`
             return VisionTransformer(side * patch, patch, width, depth, heads, ratio, class_token)
-    except (KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{source}: not a plain ViT: {error}") from None
 
 
 def predictor_like(
     weights: State, encoder: VisionTransformer, source: str, tag: Any, outputs: int | None = None
 ) -> Predictor:
     """A predictor with the shapes of `weights` and of the kind `tag` names, without memory."""
-    try:
+    with refusing(f"{source}: not a known predictor"):
         width = weights["predictor_embed.weight"].shape[0]
         if not width or int(tag["heads"]) < 1:
             raise ValueError(f"width {width}, {tag['heads']} heads")
         with torch.device("meta"):
             depth = block_count(weights, "predictor_blocks.")
             return from_tag(tag, encoder, width, depth, outputs)
-    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: not a known predictor: {one_line(error)}") from None
 
 
 def set_eps(encoder: VisionTransformer, eps: float) -> None:
@@ -207,10 +216,14 @@ def set_eps(encoder: VisionTransformer, eps: float) -> None:
 # ------------------------------------------------------------------------------ positions
 
 
-def is_sincos(table: Tensor) -> bool:
-    """Whether `table` (1, N or 1 + N, P) is the fixed one of MAE, I-JEPA and StoP."""
+def is_sincos(table: Tensor, *, swapped: bool = False) -> bool:
+    """Whether `table` (1, N or 1 + N, P) is that of MAE, I-JEPA and StoP, or with axes swapped."""
     side, width = math.isqrt(table.shape[1]), table.shape[2]
-    return width % 4 == 0 and _close(table, sincos_2d(side, width))
+    if width % 4:  # other widths have no such table
+        return False
+    grid = sincos_2d(side, width).view(side, side, width)
+    wanted = (grid.transpose(0, 1) if swapped else grid).flatten(0, 1)
+    return torch.allclose(table[0, -(side**2) :].float(), wanted, atol=ROUNDING, rtol=0)
 
 
 def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
@@ -218,15 +231,7 @@ def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
 
     MAE, I-JEPA and StoP never train theirs; Hugging Face and timm do when they fine-tune.
     """
-    side, width = math.isqrt(table.shape[1]), table.shape[2]
-    if width % 4 or is_sincos(table):  # other widths have no such table
-        return
-    by_column = sincos_2d(side, width).view(side, side, width).transpose(0, 1).flatten(0, 1)
-    swapped = _close(table, by_column)
-    if swapped or fixed:
+    side, swapped = math.isqrt(table.shape[1]), is_sincos(table, swapped=True)
+    if table.shape[2] % 4 == 0 and not is_sincos(table) and (swapped or fixed):
         what = "have rows and columns swapped" if swapped else "are not its project's fixed table"
         raise CheckpointError(f"{source}: its positions {what} (sine-cosine of {side}x{side})")
-
-
-def _close(table: Tensor, other: Tensor) -> bool:
-    return torch.allclose(table[0, -len(other) :].float(), other, atol=ROUNDING, rtol=0)

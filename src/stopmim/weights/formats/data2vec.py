@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.base.errors import CheckpointError
 from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, take
 from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
@@ -33,30 +32,23 @@ class Data2vec(Format):
     def encoder(self, file: WeightFile, branch: vit.Branch) -> "RelativeTransformer":
         weights = vit.encoder_weights(file.tree, str(file))
         weights.pop(INDEX, None)  # it follows from the size of the table
-        encoder = _encoder_like(weights, str(file), file.heads)
+        with vit.refusing(f"{file}: not an encoder of data2vec"):
+            width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+            distances, heads = weights[DISTANCES].shape
+            hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
+            side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
+            if (2 * side - 1) ** 2 + CLASS != distances:
+                raise ValueError(f"its table of {distances} distances does not fit a square grid")
+            if file.heads not in (None, heads):
+                raise ValueError(f"it has {heads} heads, not {file.heads}")
+            depth = vit.block_count(weights, "blocks.")
+            with torch.device("meta"):  # without memory until it is known to fit: see `fill`
+                encoder = RelativeTransformer(side, patch, width, depth, heads, hidden)
         fill(encoder, weights, str(file))
         return encoder.eval()
 
     def network(self, encoder: Encoder) -> str:
         return f"patch {encoder.patch}, width {encoder.width}, relative positions, class token"
-
-
-def _encoder_like(weights: vit.State, source: str, heads: int | None) -> "RelativeTransformer":
-    """An encoder with the shapes of `weights`, without memory; the table tells the heads."""
-    try:
-        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
-        distances, own = weights[DISTANCES].shape
-        hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
-        side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
-        if (2 * side - 1) ** 2 + CLASS != distances:
-            raise ValueError(f"its table of {distances} distances does not fit a square grid")
-        if heads not in (None, own):
-            raise ValueError(f"it has {own} heads, not {heads}")
-        depth = vit.block_count(weights, "blocks.")
-        with torch.device("meta"):
-            return RelativeTransformer(side, patch, width, depth, own, hidden)
-    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{source}: not an encoder of data2vec: {error}") from None
 
 
 # ------------------------------------------------------------------------------ the network
@@ -140,26 +132,26 @@ class RelativeTransformer(nn.Module):
         self.blocks = nn.ModuleList(RelativeBlock(width, heads, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
 
-    def embed(self, images: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens (B, 1 + K, D), and the bias (1 or B, heads, 1 + K, 1 + K) between them."""
+    def outputs(self, images: Tensor, index: Tensor | None, layers: int) -> list[Tensor]:
+        """Tokens (B, 1 + K, D) after each of the last `layers` blocks, normed."""
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
         x = self.patch_embed(images)
-        bias = self.rel_pos_bias(height // self.patch, width // self.patch)
-        if index is None:
-            bias = bias[None]
-        else:
+        bias = self.rel_pos_bias(height // self.patch, width // self.patch)[None]
+        if index is not None:  # (B, heads, 1 + K, 1 + K)
             x, token = take(x, index), F.pad(index + 1, (1, 0))  # (B, 1 + K)
-            bias = bias[:, token[:, :, None], token[:, None, :]].transpose(0, 1)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1), bias
+            bias = bias[0, :, token[:, :, None], token[:, None, :]].transpose(0, 1)
+        x, found = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1), []
+        for i, block in enumerate(self.blocks):
+            x = block(x, bias)
+            if i >= len(self.blocks) - layers:
+                found.append(self.norm(x))
+        return found
 
     def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K)."""
-        x, bias = self.embed(images, index)
-        for block in self.blocks:
-            x = block(x, bias)
-        return self.norm(x)[:, 1:]
+        return self.outputs(images, index, 1)[-1][:, 1:]
 
     def features(
         self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
@@ -169,10 +161,5 @@ class RelativeTransformer(nn.Module):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
-        (x, bias), pooled = self.embed(images, None), []
-        for i, block in enumerate(self.blocks):
-            x = block(x, bias)
-            if i >= len(self.blocks) - layers:
-                normed = self.norm(x)
-                pooled.append(normed[:, 1:].mean(dim=1) if pool == "mean" else normed[:, 0])
-        return torch.cat(pooled, dim=1)
+        found = self.outputs(images, None, layers)
+        return torch.cat([x[:, 1:].mean(1) if pool == "mean" else x[:, 0] for x in found], dim=1)

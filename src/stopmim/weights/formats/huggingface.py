@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from stopmim.base.errors import CheckpointError
-from stopmim.base.sandbox import one_line, read_json, read_tree
+from stopmim.base.sandbox import read_json, read_tree
 from stopmim.data.crops import MEAN, STD
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.weights import vit
@@ -35,6 +35,7 @@ LAYER = {
     "mlp.fc2": ("output.dense",),
 }
 # Models of transformers 5 have other names in memory; files have these only on request.
+LAYER_IN_MEMORY = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
 IN_MEMORY = {
     "attention.q_proj": "attention.attention.query",
     "attention.k_proj": "attention.attention.key",
@@ -56,12 +57,10 @@ class HuggingFace(Format):
 
     def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
         folder, config = file.path, read_json(file.path / "config.json")
-        try:
+        with vit.refusing(f"{folder / 'config.json'}: unreadable"):
             kind, act = config["model_type"], config.get("hidden_act", "gelu")
             own = int(config["num_attention_heads"])
             eps = float(config.get("layer_norm_eps", 1e-12))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / 'config.json'}: unreadable: {error}") from None
         if kind not in KINDS or act != "gelu":
             known = f"known are {', '.join(KINDS)} with gelu"
             raise CheckpointError(f"{folder}: a {kind} model with {act}; {known}")
@@ -131,7 +130,8 @@ def from_huggingface(tree: Any, source: str) -> vit.State:
     """The weights under timm's names; unknown ones keep theirs, and `fill` refuses them."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{source}: no weights in it; its keys are {vit.first_keys(tree)}")
-    tree = {_name_in_files(re.sub(r"^(ijepa|vit)\.", "", str(k))): v for k, v in tree.items()}
+    tree = {re.sub(r"^(ijepa|vit)\.", "", str(key)): value for key, value in tree.items()}
+    tree = {LAYER_IN_MEMORY.sub(_name_in_files, key): value for key, value in tree.items()}
     left = vit.tensors({k: v for k, v in tree.items() if not k.startswith(NOT_ENCODER)}, source)
     weights = {}
     for ours, theirs in _names(vit.block_count(left, "encoder.layer.")).items():
@@ -139,28 +139,21 @@ def from_huggingface(tree: Any, source: str) -> vit.State:
         if parts and len(parts) < len(theirs):
             missing = next(name for name in theirs if name not in tree)
             raise CheckpointError(f"{source}: does not fit this model: missing {missing}")
-        try:
+        with vit.refusing(f"{source}: {theirs[0]}"):
             if parts:
                 weights[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
-        except RuntimeError as error:
-            raise CheckpointError(f"{source}: {theirs[0]}: {one_line(error)}") from None
     return weights | left
 
 
 def to_huggingface(weights: vit.State) -> vit.State:
     """The inverse of `from_huggingface`."""
-    found = {}
+    found: vit.State = {}
     for ours, theirs in _names(vit.block_count(weights, "blocks.")).items():
-        if ours in weights and len(theirs) == 1:
-            found[theirs[0]] = weights[ours]
-        elif ours in weights:  # copies: safetensors refuses pieces of one tensor
+        if ours in weights:  # copies: safetensors refuses pieces of one tensor
             pieces = weights[ours].chunk(len(theirs))
             found |= {name: x.clone() for name, x in zip(theirs, pieces, strict=True)}
     return found
 
 
-def _name_in_files(key: str) -> str:
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", key)
-    if layer is None:
-        return key
+def _name_in_files(layer: re.Match[str]) -> str:
     return f"encoder.layer.{layer[1]}.{IN_MEMORY.get(layer[2], layer[2])}.{layer[3]}"

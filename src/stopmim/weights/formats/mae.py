@@ -18,14 +18,8 @@ from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
 
 # MAE to ours, by the first component of a key.
-NAMES = {
-    "decoder_embed": "predictor_embed",
-    "decoder_blocks": "predictor_blocks",
-    "decoder_norm": "predictor_norm",
-    "decoder_pred": "predictor_proj",
-    "decoder_pos_embed": "predictor_pos_embed",
-    "mask_token": "mask_token",
-}
+NAMES = {f"decoder_{x}": f"predictor_{x}" for x in ("embed", "blocks", "norm", "pos_embed")}
+NAMES |= {"decoder_pred": "predictor_proj", "mask_token": "mask_token"}
 TABLE = "predictor_pos_embed"
 DECODER_WIDTH, DECODER_HEADS = 512, 16  # of every published decoder
 # The tag of MAE's own files. None says whether pixels were normed; most were.
@@ -87,7 +81,7 @@ class Mae(Format):
                 value = torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
             weights[theirs[stem] + dot + rest] = value
         predictor_tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
-        tags = {vit.ENCODER_TAG: vit.encoder_tag(model.encoder), vit.PREDICTOR_TAG: predictor_tag}
+        tags = vit.tags(model.encoder, predictor_tag)
         vit.save_tagged(weights, folder / "model.safetensors", tags)
 
 

@@ -16,9 +16,8 @@ class PlainVit(Format):
     name = "a plain ViT"
 
     def recognises(self, file: WeightFile) -> bool:
-        return any(
-            vit.has_key(tree, "patch_embed.proj") for tree in _state_dicts(file.tree).values()
-        )
+        found = _state_dicts(file.tree).values()
+        return any(vit.has_key(weights, "patch_embed.proj") for weights in found)
 
     def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
         found = _state_dicts(file.tree)

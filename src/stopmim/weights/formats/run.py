@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 from stopmim.config.schema import Config
-from stopmim.method.encoder import VisionTransformer
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run, begun
-from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
 
 
@@ -16,9 +14,6 @@ class OwnRun(Format):
 
     def recognises(self, file: WeightFile) -> bool:
         return file.path.is_dir()  # any other folder is refused by `checkpoint.load_model`
-
-    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
-        return self.model(file).branch(branch)
 
     def model(self, file: WeightFile) -> MaskedImageModel:
         return checkpoint.load_model(file.path)

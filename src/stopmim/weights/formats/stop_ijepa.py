@@ -20,7 +20,9 @@ from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
 
-PARTS = ("encoder", "target_encoder", "predictor")
+# Parts of a file, and the tables of positions in them.
+PARTS = dict.fromkeys(("encoder", "target_encoder"), "pos_embed")
+PARTS |= {"predictor": "predictor_pos_embed"}
 
 
 class StopIjepa(Format):
@@ -33,26 +35,23 @@ class StopIjepa(Format):
         # Any part suffices: `model` reports the missing ones.
         return isinstance(file.tree, Mapping) and any(name in file.tree for name in PARTS)
 
-    def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
-        return self.model(file).branch(branch)
-
     def model(self, file: WeightFile) -> MaskedImageModel:
         parts = {name: _part(file, name) for name in PARTS}
         heads, eps = file.heads_and_eps()
         encoder = vit.encoder_like(parts["encoder"], str(file), heads)
-        tag = file.tag(vit.PREDICTOR_TAG)
-        if tag is None:
-            tag = _released_tag(parts["predictor"], encoder, str(file))
+        if (tag := file.tag(vit.PREDICTOR_TAG)) is None:  # of the released code
+            tag = {"positions": "sincos", "bias": "mask_token"}
+            if _is_stop(file, parts["predictor"]):
+                deviation = 0.2 if encoder.width == SIZES["h"].width else 0.25
+                tag = {"positions": "stochastic", "bias": "project", "sigma": deviation**2}
+            tag |= {"tokens": "masked", "heads": encoder.heads}
         predictor = vit.predictor_like(parts["predictor"], encoder, str(file), tag)
         model = MaskedImageModel(encoder, predictor)
+        exported = vit.ENCODER_TAG in file.tree  # our runs may have started from learned positions
         for name, module in model.named_children():
-            fill(module, parts[name], f"{file}: {name}")
-        fixed = vit.ENCODER_TAG not in file.tree  # our runs may have started from learned positions
-        for name in ("encoder", "target_encoder"):
-            vit.check_positions(parts[name]["pos_embed"], f"{file}: {name}", fixed=fixed)
-        vit.check_positions(
-            parts["predictor"]["predictor_pos_embed"], f"{file}: predictor", fixed=True
-        )
+            fill(module, parts[name], source := f"{file}: {name}")
+            fixed = not exported or name == "predictor"
+            vit.check_positions(parts[name][PARTS[name]], source, fixed=fixed)
         for part in (model.encoder, model.branch()):
             vit.set_eps(part, eps)
         return model.eval()
@@ -60,7 +59,7 @@ class StopIjepa(Format):
     def project(self, file: WeightFile, encoder: Encoder) -> str:
         if vit.PREDICTOR_TAG in file.tree:
             return "stopmim export, in I-JEPA's layout"
-        whose = "StoP" if _is_stop(_part(file, "predictor")) else "I-JEPA"
+        whose = "StoP" if _is_stop(file, _part(file, "predictor")) else "I-JEPA"
         return f"{whose}, by the order of the predictor's keys"
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
@@ -71,7 +70,14 @@ class StopIjepa(Format):
         model = contents.model
         if model is None:
             raise CheckpointError(f"{contents.path}: no predictor in it, which I-JEPA's layout has")
-        if problem := _no_place_for(model):
+        problem = model.predictor.positions.not_exportable
+        if isinstance(model.target, Pixels):
+            problem = "a predictor of pixels: use --to mae"
+        elif not model.target.follows:
+            problem = "a model without target encoder"
+        elif model.encoder.prefix:
+            problem = "a class token"
+        if problem:
             raise CheckpointError(f"{contents.path}: I-JEPA's layout has no place for {problem}")
         predictor = vit.weights_of(model.predictor)
         order = ["mask_token", "predictor_pos_embed"]
@@ -88,10 +94,7 @@ class StopIjepa(Format):
             for name, part in parts.items()
         }
         tree |= {"opt": None, "scaler": None, "epoch": contents.epoch or 0}
-        tree |= {
-            vit.ENCODER_TAG: vit.encoder_tag(model.encoder),
-            vit.PREDICTOR_TAG: model.predictor.tag(),
-        }
+        tree |= vit.tags(model.encoder, model.predictor.tag())
         torch.save(tree, folder / "model.pth.tar")
 
 
@@ -104,27 +107,7 @@ def _part(file: WeightFile, name: str) -> vit.State:
     return vit.tensors(part, f"{file}: {name}")
 
 
-def _is_stop(predictor: vit.State) -> bool:
+def _is_stop(file: WeightFile, predictor: vit.State) -> bool:
     names = list(predictor)
-    return names.index("mask_token") > names.index("predictor_pos_embed")
-
-
-def _released_tag(weights: vit.State, encoder: VisionTransformer, source: str) -> dict[str, Any]:
-    """The tag of a predictor that the released code saved."""
-    common = {"tokens": "masked", "heads": encoder.heads}
-    try:
-        stop = _is_stop(weights)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: not a predictor of I-JEPA: {error}") from None
-    if not stop:
-        return common | {"positions": "sincos", "bias": "mask_token"}
-    deviation = 0.2 if encoder.width == SIZES["h"].width else 0.25
-    return common | {"positions": "stochastic", "bias": "project", "sigma": deviation**2}
-
-
-def _no_place_for(model: MaskedImageModel) -> str:
-    if isinstance(model.target, Pixels):
-        return "a predictor of pixels: use --to mae"
-    if not model.target.follows:
-        return "a model without target encoder"
-    return "a class token" if model.encoder.prefix else model.predictor.positions.not_exportable
+    with vit.refusing(f"{file}: not a predictor of I-JEPA"):
+        return names.index("mask_token") > names.index("predictor_pos_embed")

@@ -60,20 +60,15 @@ class Timm(Safetensors):
 
 
 def write_safetensors(encoder: VisionTransformer, file: Path) -> None:
-    vit.save_tagged(vit.weights_of(encoder), file, {vit.ENCODER_TAG: vit.encoder_tag(encoder)})
+    vit.save_tagged(vit.weights_of(encoder), file, vit.tags(encoder))
 
 
 def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
-    """Our encoder with the weights of a plain ViT of timm; equal features prove that it is one.
-
-    Heads and the norm epsilon come from the model, since weights do not tell them: timm has a B/16
-    with 16 heads.
-    """
+    """Our encoder with the weights of a plain ViT of timm; equal features prove that it is one."""
     inner: Any = model
-    try:
+    with vit.refusing(f"{source}: not a plain ViT"):
+        # Weights do not tell them: timm has a B/16 with 16 heads.
         heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
-    except (AttributeError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{source}: not a plain ViT: {one_line(error)}") from None
     encoder = vit.read(vit.encoder_weights(inner.state_dict(), source), source, heads, eps)
     edge, training = encoder.side * encoder.patch, model.training
     image = torch.randn(1, 3, edge, edge, generator=torch_generator("timm"))
