@@ -68,10 +68,6 @@ def roomy(base: Config, _: bool) -> Changes:
 
 
 RELATIVE = {"times lr": scaled, "ramp over": ramped, "roomy": roomy}  # to the preset
-SECTIONS: dict[str, type[schema.Section]] = {
-    "positions": schema.PositionsConfig,
-    "masking": schema.MaskingConfig,
-}
 
 
 def changes_of(written: Changes, base: Config) -> Changes:
@@ -80,8 +76,8 @@ def changes_of(written: Changes, base: Config) -> Changes:
     for key, value in written.items():
         if key in RELATIVE:
             found |= RELATIVE[key](base, value)
-        elif key in SECTIONS and isinstance(value, str):
-            found[key] = SECTIONS[key].model_validate({"kind": value}).model_dump(mode="json")
+        elif key in ("positions", "masking") and isinstance(value, str):
+            found[key] = schema.kind_of(key)(kind=value).model_dump(mode="json")
         else:
             found[key] = value
     return found

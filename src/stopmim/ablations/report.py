@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,11 +75,8 @@ class Line:
     @property
     def verdict(self) -> str:
         """Verdicts of the doctor, or problems, of all seeds."""
-        said = [run.problem or run.verdict for run in self.runs]
-        return "; ".join(
-            f"{one} ({said.count(one)} of {len(said)})" if said.count(one) < len(said) else one
-            for one in dict.fromkeys(said)
-        )
+        said, runs = Counter(run.problem or run.verdict for run in self.runs), len(self.runs)
+        return "; ".join(one if n == runs else f"{one} ({n} of {runs})" for one, n in said.items())
 
 
 def lines(table: Table, arch: str, outcomes: Sequence[Outcome]) -> list[Line]:
@@ -146,7 +144,7 @@ def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
 
 def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
     """Paired differences to the baseline; empty if it is not among the rows."""
-    base, rows = _named(baseline, found), []
+    rows, base = [], next((line for line in found if line.name == baseline), None)
     for line in found:
         if base is None or line is base:
             continue
@@ -165,14 +163,6 @@ def health(found: Sequence[Line]) -> list[Cells]:
     ]
 
 
-def published(table: Table) -> list[Cells]:
-    return [
-        {"method": p.method, "architecture": p.arch}
-        | {c: _decimal(p.numbers.get(c)) for c in table.columns}
-        for p in table.published
-    ]
-
-
 def costs(found: Sequence[Line]) -> list[Cells]:
     rows = []
     for line in found:
@@ -188,8 +178,8 @@ def all_digits(
     planned: Plan, found: Sequence[Line], before: Mapping[str, float]
 ) -> list[dict[str, object]]:
     """Rows of table.csv: one per row and metric, with all digits, for programs."""
-    base = _named(planned.table.baseline, found)
-    rows = []
+    rows, baseline = [], planned.table.baseline
+    base = next((line for line in found if line.name == baseline), None)
     for line, name in itertools.product(found, metrics(found)):
         cells: dict[str, object] = {"table": planned.name, "row": line.name, "metric": name}
         estimates = {"": line.estimate(name), "difference_": line.against(base, name)}
@@ -201,10 +191,6 @@ def all_digits(
             cells[key] = (line.estimate(norm) or [None])[0]
         rows.append(cells | {"paper": json.dumps(line.paper) if line.paper else None})
     return rows
-
-
-def _named(name: str, found: Sequence[Line]) -> Line | None:
-    return next((line for line in found if line.name == name), None)
 
 
 def _columns(found: Sequence[Line]) -> list[str]:
@@ -240,7 +226,11 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
         "Results": numbers(found, before),
         f"Difference to {table.baseline}, seed by seed": differences(table.baseline, found),
         "Health": health(found),
-        "As published": published(table),
+        "As published": [
+            {"method": p.method, "architecture": p.arch}
+            | {column: _decimal(p.numbers.get(column)) for column in table.columns}
+            for p in table.published
+        ],
         "Cost": costs(found),
     }
     sections = {title: rows for title, rows in sections.items() if rows}

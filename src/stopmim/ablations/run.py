@@ -116,7 +116,8 @@ class Ablation:
         key, count, workers = _images(data, skip, out)
         size, asks = base.image_size, table.asks
         asked = questions(asks, data, size, self.evals, self.few, self.video_size, skip)
-        folders, trials, problems = dict[str, Path](), list[Trial](), list[str]()
+        runs, folders = out / "runs", dict[str, Path]()
+        trials, problems = list[Trial](), list[str]()
         for row, seed in itertools.product(chosen, range(self.seeds)):
             try:
                 config = configure(base, row.of(base) | {"seed": base.seed + seed})
@@ -125,13 +126,16 @@ class Ablation:
                 problems += [f"{row.name}: {line}" for line in str(error).splitlines()]
                 continue
             run = identity(config, key)
-            # Equal rows share the directory, which is named after the first of them.
-            folders.setdefault(run, _folder(out / "runs", row.name, config.seed, run))
+            # Equal rows share the directory, which is named after the first of them; another table
+            # may have made it under another name.
+            known = sorted(p for p in runs.glob(f"*-{config.seed}-{run}") if p.is_dir())
+            new = runs / f"{row.name}-{config.seed}-{run}"
+            folders.setdefault(run, known[0] if known else new)
             config = _side_by_side(config, workers)
             trials.append(Trial(folders[run], data, config, asked, row=row.name, updates=updates))
         if problems:
             raise UserError("\n".join(dict.fromkeys(problems)))
-        trials += [_given(text, out / "runs", data, asked) for text in self.checkpoints]
+        trials += [_given(text, runs, data, asked) for text in self.checkpoints]
         shown = self.preset.arch if isinstance(self.preset, Config) else str(self.preset)
         return Plan(Path(self.name).stem, table, shown, base, data, tuple(trials), out)
 
@@ -152,12 +156,6 @@ def _images(data: str, skip: str | None, out: Path) -> tuple[str, int, int]:
         keep_outside(out, data)
     images = without_skipped(open_images(data), skip)
     return images.fingerprint, len(images), default_workers(images)
-
-
-def _folder(runs: Path, row: str, seed: int, key: str) -> Path:
-    """Directory of a run, which another table may have made under another name."""
-    known = sorted(path for path in runs.glob(f"*-{seed}-{key}") if path.is_dir())
-    return known[0] if known else runs / f"{row}-{seed}-{key}"
 
 
 def _side_by_side(config: Config, workers: int) -> Config:

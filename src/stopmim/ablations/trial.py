@@ -153,12 +153,10 @@ def perform(trial: Trial) -> list[Answer]:
     """Trains and evaluates, unless that is done already."""
     if (known := trial.answers()) is not None:
         return known
+    name, device = trial.encoder, "auto"
     if trial.config is not None:
-        _train(trial, trial.config)
-    else:
-        trial.path.mkdir(parents=True, exist_ok=True)
-    device = "auto" if trial.config is None else trial.config.runtime.device
-    name = trial.encoder or str(Run(trial.path).checkpoint)
+        name, device = str(_train(trial, trial.config).checkpoint), trial.config.runtime.device
+    trial.path.mkdir(parents=True, exist_ok=True)
     found = [answer for q in trial.questions for answer in ask(name, q, device)]
     for answer in found:
         append_jsonl(trial.path / "results.jsonl", answer)
@@ -167,17 +165,16 @@ def perform(trial: Trial) -> list[Answer]:
     return found
 
 
-def _train(trial: Trial, config: Config) -> None:
+def _train(trial: Trial, config: Config) -> Run:
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            pretrain(trial.data, trial.path, config)
-            return
+            return pretrain(trial.data, trial.path, config)
         except RunInUseError:
             # A process of an ablation that was killed a moment ago may still be saving.
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(POLL)
 
 
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
@@ -322,15 +319,11 @@ def carry_out(
 
 def last_update(run: Path) -> int:
     """Last update that a run has logged."""
-    try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["step"])
+    with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
     return 0
 
 
