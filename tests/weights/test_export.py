@@ -26,9 +26,9 @@ from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
 from stopmim.weights.export import export
-from stopmim.weights.formats.timm import from_timm, write_safetensors
+from stopmim.weights.formats.timm import from_timm
 from stopmim.weights.inspect import identify
-from stopmim.weights.vit import PREDICTOR_TAG, set_eps
+from stopmim.weights.vit import PREDICTOR_TAG, save_tagged, set_eps, tags, weights_of
 from tiny import NoiseImages, tiny, tiny_mae
 
 FORMATS = ("timm", "hf", "onnx", "ijepa", "safetensors")
@@ -96,7 +96,7 @@ def odd_encoder(class_token: bool) -> VisionTransformer:
 
 def saved(encoder: VisionTransformer, folder: Path) -> Path:
     """As a file that tells neither heads nor epsilon, then as one of ours that does."""
-    write_safetensors(encoder, folder / "odd.safetensors")
+    save_tagged(weights_of(encoder), folder / "odd.safetensors", tags(encoder))
     return folder / "odd.safetensors"
 
 

@@ -63,13 +63,12 @@ def _results(run: Run, contents: Contents, branch: Branch) -> str:
 
 def _is_about(line: dict[str, Any], contents: Contents, branch: Branch, final: bool) -> bool:
     """Whether the result `line` was measured on the exported weights."""
-    if not {"protocol", "name"} <= line.keys() or not isinstance(line.get("value"), float):
-        return False
-    other_branch = contents.branches and line.get("branch", "target") != branch
-    if "A" in line or other_branch:  # ``eval compare`` measures two encoders, A and B
-        return False
+    usable = {"protocol", "name"} <= line.keys() and isinstance(line.get("value"), float)
+    one = "A" not in line  # ``eval compare`` measures two encoders, A and B
+    same_branch = not contents.branches or line.get("branch", "target") == branch
     # Older lines have no step: they are about the newest checkpoint. Null is no run of ours.
-    return line["step"] == contents.step if "step" in line else final
+    same_step = line["step"] == contents.step if "step" in line else final
+    return usable and one and same_branch and same_step
 
 
 def _cells(line: dict[str, Any]) -> dict[str, str]:

@@ -102,12 +102,10 @@ class Contents:
             facts["predictor"] = self.model.describe()
         counts = {"epoch": self.epoch, "step": self.step}
         facts |= {name: str(value) for name, value in counts.items() if value is not None}
-        if self.config:
-            optim, seed, init = self.config.optim, self.config.seed, self.config.init
-            facts["trained"] = (
-                f"{optim.epochs} epochs planned, batch {optim.batch_size}, lr {optim.lr:g}, "
-                f"seed {seed}" + (f", initialised from {init}" if init else "")
-            )
+        if c := self.config:
+            plan = f"{c.optim.epochs} epochs planned, batch {c.optim.batch_size}, lr {c.optim.lr:g}"
+            start = f", initialised from {c.init}" if c.init else ""
+            facts["trained"] = f"{plan}, seed {c.seed}{start}"
         facts["load_encoder"] = " or ".join(self.branches) or "its one encoder"
         facts["load_model"] = "yes" if self.model else f"no: {self.no_model}"
         return facts
@@ -149,9 +147,8 @@ class Format:
         except CheckpointError as error:
             encoder, model = self.encoder(file, "target"), None
             no_model = str(error).removeprefix(f"{file}: ")
-        branches = self.branches(file)
-        if model and model.target_encoder:
-            branches = ("target (EMA, the default)", "context")
+        both = ("target (EMA, the default)", "context")
+        branches = both if model and model.target_encoder else self.branches(file)
         project, network, epoch = self.project(file, encoder), self.network(encoder), file.epoch
         return Contents(file.path, project, encoder, network, model, no_model, branches, epoch)
 

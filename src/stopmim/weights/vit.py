@@ -71,10 +71,8 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         name = f"{self.arch}, " if self.arch else ""
         token = "with" if self.class_token else "without"
-        return (
-            f"{name}patch {self.patch}, width {self.width}, depth {self.depth}, "
-            f"{self.heads} heads, MLP {self.hidden}, {token} class token"
-        )
+        size = f"patch {self.patch}, width {self.width}, depth {self.depth}, {self.heads} heads"
+        return f"{name}{size}, MLP {self.hidden}, {token} class token"
 
 
 def describe(encoder: VisionTransformer) -> str:

@@ -8,13 +8,12 @@ Shapes: B images, N patches, K of them kept, D width, S patches along an edge in
 """
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, take
+from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, Pool, take
 from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Format, WeightFile
@@ -94,8 +93,8 @@ class RelativeBias(nn.Module):
     def __init__(self, side: int, heads: int) -> None:
         super().__init__()
         self.side = side
-        distances = (2 * side - 1) ** 2
-        self.relative_position_bias_table = nn.Parameter(torch.zeros(distances + CLASS, heads))
+        table = torch.zeros((2 * side - 1) ** 2 + CLASS, heads)
+        self.relative_position_bias_table = nn.Parameter(table)
 
     def forward(self, rows: int, cols: int) -> Tensor:
         """(heads, 1 + N, 1 + N) for a grid of rows x cols, the class token first."""
@@ -125,7 +124,7 @@ class RelativeTransformer(nn.Module):
         if width % heads:
             raise ValueError(f"width {width} is not divisible by {heads} heads")
         self.side, self.patch, self.width, self.heads = side, patch, width, heads
-        self.pool: Literal["mean", "cls"] = "cls"
+        self.pool: Pool = "cls"
         self.patch_embed = PatchEmbed(patch, width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.rel_pos_bias = RelativeBias(side, heads)
@@ -153,9 +152,7 @@ class RelativeTransformer(nn.Module):
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K)."""
         return self.outputs(images, index, 1)[-1][:, 1:]
 
-    def features(
-        self, images: Tensor, layers: int = 1, pool: Literal["mean", "cls"] = "mean"
-    ) -> Tensor:
+    def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The last `layers` blocks, each normed and pooled, (B, layers * D)."""
         if pool not in ("mean", "cls"):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')

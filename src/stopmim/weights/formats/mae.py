@@ -80,9 +80,8 @@ class Mae(Format):
             if key == TABLE:
                 value = torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
             weights[theirs[stem] + dot + rest] = value
-        predictor_tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
-        tags = vit.tags(model.encoder, predictor_tag)
-        vit.save_tagged(weights, folder / "model.safetensors", tags)
+        tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
+        vit.save_tagged(weights, folder / "model.safetensors", vit.tags(model.encoder, tag))
 
 
 def _decoder(tree: Mapping[str, Any], prefix: int, source: str) -> vit.State:

@@ -20,9 +20,8 @@ from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
 
-# Parts of a file, and the tables of positions in them.
-PARTS = dict.fromkeys(("encoder", "target_encoder"), "pos_embed")
-PARTS |= {"predictor": "predictor_pos_embed"}
+# Parts of a file, and the table of positions in each.
+PARTS = {"encoder": "pos_embed", "target_encoder": "pos_embed", "predictor": "predictor_pos_embed"}
 
 
 class StopIjepa(Format):
@@ -89,10 +88,9 @@ class StopIjepa(Format):
             "target_encoder": vit.weights_of(model.branch()),
         }
         # DistributedDataParallel's prefix: their code adds it, and timm reads nothing without it.
-        tree: dict[str, Any] = {
-            name: {f"module.{key}": value for key, value in part.items()}
-            for name, part in parts.items()
-        }
+        tree: dict[str, Any] = {}
+        for name, part in parts.items():
+            tree[name] = {f"module.{key}": value for key, value in part.items()}
         tree |= {"opt": None, "scaler": None, "epoch": contents.epoch or 0}
         tree |= vit.tags(model.encoder, model.predictor.tag())
         torch.save(tree, folder / "model.pth.tar")

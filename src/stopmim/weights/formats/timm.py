@@ -32,7 +32,8 @@ class Safetensors(Format):
         return vit.read(weights, str(file), *file.heads_and_eps())
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
-        write_safetensors(encoder, folder / "model.safetensors")
+        weights = vit.weights_of(encoder)
+        vit.save_tagged(weights, folder / "model.safetensors", vit.tags(encoder))
 
 
 class Timm(Safetensors):
@@ -51,16 +52,12 @@ class Timm(Safetensors):
         except (ImportError, RuntimeError) as error:
             reason = f"timm cannot be imported ({one_line(error)})"
             raise UserError(f'{file}: {reason}; pip install "stopmim[interop]"') from None
-        name = str(file).removeprefix("timm:")
         try:
+            name = str(file).removeprefix("timm:")
             model = timm.create_model(name, pretrained=True, num_classes=0)
         except Exception as error:  # unknown names, no network, no such weights: many types
             raise CheckpointError(f"{file}: {one_line(error)}") from None
         return from_timm(model, str(file))
-
-
-def write_safetensors(encoder: VisionTransformer, file: Path) -> None:
-    vit.save_tagged(vit.weights_of(encoder), file, vit.tags(encoder))
 
 
 def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
