@@ -77,7 +77,7 @@ def changes_of(written: Changes, base: Config) -> Changes:
         if key in RELATIVE:
             found |= RELATIVE[key](base, value)
         elif key in ("positions", "masking") and isinstance(value, str):
-            found[key] = schema.kind_of(key)(kind=value).model_dump(mode="json")
+            found[key] = schema.type_of(key)(kind=value).model_dump(mode="json")
         else:
             found[key] = value
     return found
@@ -113,6 +113,4 @@ def table_of(
 
 TEXT = Path(__file__).with_name("paper.yaml").read_text(encoding="ascii")
 NOTHING: dict[str, Any] = {"all": {}, "paper": {}, "published": [["method", "architecture"]]}
-TABLES = {
-    name: table_of(**NOTHING | tree) for name, tree in parse_yaml(TEXT, "paper.yaml").items()
-}
+TABLES = {name: table_of(**NOTHING | tree) for name, tree in parse_yaml(TEXT, "paper.yaml").items()}
