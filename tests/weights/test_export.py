@@ -177,6 +177,15 @@ def test_the_code_in_the_card_loads_a_hugging_face_model_and_its_processor(
     assert torch.equal(stopmim.load_encoder(tmp_path)(pictures()), run.encoder()(pictures()))
 
 
+def test_onnx_of_an_encoder_with_a_class_token_takes_any_batch(tmp_path: Path) -> None:
+    """The exporter itself compares batches of two and three."""
+    torch.manual_seed(0)
+    encoder = VisionTransformer(24, 8, 96, 1, 3, class_token=True)
+    torch.save(encoder.state_dict(), tmp_path / "a.pth")
+    out = export(tmp_path / "a.pth", "onnx", tmp_path / "out")
+    assert (out / "model.onnx").stat().st_size > 100_000
+
+
 def test_onnx_gives_the_same_features_for_any_batch(
     run: Run, exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

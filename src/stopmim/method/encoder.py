@@ -212,7 +212,8 @@ class VisionTransformer(nn.Module):
         if self.cls_token is None:
             return x
         first = self.cls_token + self.pos_embed[:, :1]  # (1, 1, D)
-        return torch.cat([first.expand(len(x), -1, -1), x], dim=1)
+        # Not len(x): the ONNX exporter would freeze it, and with it the batch size.
+        return torch.cat([first.expand(x.shape[0], -1, -1), x], dim=1)
 
     def forward(
         self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
