@@ -27,7 +27,7 @@ from stopmim.ablations.report import (
 from stopmim.ablations.table import Row, Table
 from stopmim.ablations.trial import Outcome, norms_and_rank
 from stopmim.base.tables import markdown
-from stopmim.evals.statistics import over_seeds
+from stopmim.evals.results import over_seeds
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
-evals.views evals.features evals.recipes evals.statistics evals.feature_files evals.heads
+evals.views evals.features evals.recipes evals.feature_files evals.heads
 evals.request evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
-evals.table evals.command
+evals.table
 insight insight.figures insight.report insight.figures.pictures insight.report.results
 insight.figures.curves insight.figures.masks insight.figures.smoothing insight.figures.subject
 insight.figures.sweep insight.figures.collapse insight.figures.norms insight.figures.pca

@@ -33,7 +33,7 @@ from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.check import check
-from stopmim.evals.statistics import over_seeds, paired, t_quantile
+from stopmim.evals.results import over_seeds, paired, t_quantile
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
 from tiny import NoiseImages, tiny, write_folder, write_parts

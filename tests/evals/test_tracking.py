@@ -438,7 +438,7 @@ def test_options_that_cannot_be_are_refused_by_name(name: str, value: object) ->
 
 
 def test_the_defaults_are_those_of_dino() -> None:
-    assert Tracking() == Tracking(480, 7, 12, 5, 0.1, None)
+    assert Tracking() == Tracking(7, 12, 5, 0.1, None, 480)
 
 
 # ------------------------------------------------------------------------------ what is written

@@ -23,7 +23,7 @@ from stopmim.base.console import duration
 from stopmim.base.files import write_whole
 from stopmim.config.architectures import printed
 from stopmim.evals.protocols.tracking import TRACKED
-from stopmim.evals.statistics import Estimate, over_seeds, paired
+from stopmim.evals.results import Estimate, over_seeds, paired
 from stopmim.insight.analyse import DPI
 from stopmim.insight.figures import collapse, pictures, sweep
 from stopmim.runs.run import Run

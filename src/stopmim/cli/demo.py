@@ -8,9 +8,9 @@ from stopmim.base.console import duration, say
 from stopmim.config.schema import Config
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import table
-from stopmim.evals.command import record
 from stopmim.evals.protocols import Knn, Linear, RankMe
 from stopmim.evals.request import ImageRequest
+from stopmim.evals.results import record
 from stopmim.evals.suite import evaluate
 from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure

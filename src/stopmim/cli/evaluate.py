@@ -1,7 +1,8 @@
 """``stopmim eval``: one subcommand per protocol, made from its options, and two of several."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from tyro import MISSING
@@ -16,6 +17,8 @@ from stopmim.evals.protocols import (
     in_suite,
     request_for,
 )
+from stopmim.evals.request import Request
+from stopmim.evals.results import destination, record
 
 ENCODER = "run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"
 
@@ -56,9 +59,34 @@ class Eval:
     protocol: _COMMANDS
 
     def __call__(self) -> None:
-        from stopmim.evals import command
-
         options = vars(self.protocol)
         names = [options[encoder] for encoder in self.protocol.encoders]
-        act: Any = command.contrast if len(names) > 1 else command.report
-        print(act(*names, *from_options(self.protocol.kinds, options)))
+        show: Any = _contrast if len(names) > 1 else _report
+        print(show(*names, *from_options(self.protocol.kinds, options)))
+
+
+def _report(name: str, protocols: Sequence[Protocol], request: Request) -> str:
+    """Measures the encoder called `name` and returns a table; several protocols also make pages."""
+    from stopmim.evals import suite, table
+
+    inputs, facts = suite.open_inputs(name, protocols, request)
+    lines = destination(name, request.out)
+    results = suite.suite(inputs, protocols)
+    record(lines, [result.as_dict() for result in results], facts)
+    text = table.text(table.rows(results))
+    if len(protocols) > 1 and lines is not None:
+        title = f"What {Path(name).name or name} knows"
+        text += f"\n\n{table.write_pages(lines.parent, results, title, facts)}"
+    return text
+
+
+def _contrast(a: str, b: str, protocols: Sequence[Protocol], request: Request) -> str:
+    """Compares two encoders on the same images by a paired test and returns a table."""
+    from stopmim.evals import compare, inputs, suite, table
+
+    ours, facts = suite.open_inputs(a, protocols, request)
+    encoder, step = inputs.open_at(b, request.branch)
+    found = compare.compare(ours, replace(ours, encoder=encoder), protocols)
+    facts = {"A": a, "B": b} | facts | {"encoder": b, "step": step}
+    record(destination(None, request.out), [c.as_dict() for c in found], facts)
+    return table.text(table.compared(found))

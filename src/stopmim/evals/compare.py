@@ -53,18 +53,10 @@ def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -
         if ours is None or other is None:
             continue
         only_a, only_b, n = int((ours & ~other).sum()), int((other & ~ours).sum()), len(ours)
-        found.append(
-            Comparison(
-                protocol=result.protocol,
-                label=result.label,
-                selection=result.selection,
-                a=int(ours.sum()) / n,
-                b=int(other.sum()) / n,
-                interval=bootstrap(only_a, only_b, n, a.seed),
-                p=mcnemar(only_a, only_b),
-                n=n,
-            )
-        )
+        shares = int(ours.sum()) / n, int(other.sum()) / n
+        interval, p = bootstrap(only_a, only_b, n, a.seed), mcnemar(only_a, only_b)
+        what = result.protocol, result.label, result.selection
+        found.append(Comparison(*what, *shares, interval, p, n))
     if not found:
         raise UserError("eval compare: none of these protocols answers image by image")
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Literal
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from stopmim.data.images import Images
 from stopmim.evals import cache
 from stopmim.evals.views import TrainView, View
 from stopmim.health.measure import effective_rank
-from stopmim.method.encoder import Encoder
+from stopmim.method.encoder import Encoder, Pool
 
 LAYERS = 4  # last blocks that are cached, so that "last" and "last 4" share one extraction
 
@@ -31,7 +31,7 @@ LAYERS = 4  # last blocks that are cached, so that "last" and "last 4" share one
 @contextmanager
 def evaluating(encoder: Encoder) -> Iterator[None]:
     """Puts `encoder` in evaluation mode without gradients; restores the mode of every module."""
-    modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
+    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
@@ -47,9 +47,9 @@ def extract(
     encoder: Encoder,
     images: Images,
     *,
-    size: int,
+    size: int | Callable[[int], Tensor],
     layers: int = 1,
-    pool: Literal["mean", "cls"] = "mean",
+    pool: Pool = "mean",
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     precision: torch.dtype | None = None,
@@ -57,7 +57,8 @@ def extract(
     """Features (N, layers * D) of all `images` in their order, float32 on the CPU.
 
     Args:
-        size: edge of the central square that the encoder sees.
+        size: edge of the central square that the encoder sees; or a function that returns what it
+            sees of image i, (3, S, S) uint8.
         layers: number of last blocks, concatenated.
         batch_size: affects the features by no more than rounding.
         device: where the encoder is.
@@ -67,26 +68,8 @@ def extract(
         DataError: an image cannot be read. Without it, this would be another test set.
         NonFiniteError: the encoder returns NaN or infinity.
     """
-    view = View(size, size)
-
-    def show(i: int) -> Tensor:
-        return view(read(images, i))
-
-    return _extract(
-        encoder, images, show, layers, pool, batch_size, torch.device(device), precision
-    )
-
-
-def _extract(
-    encoder: Encoder,
-    images: Images,
-    show: Callable[[int], Tensor],
-    layers: int,
-    pool: Literal["mean", "cls"],
-    batch_size: int,
-    device: torch.device,
-    precision: torch.dtype | None,
-) -> Tensor:
+    device = torch.device(device)
+    show = partial(_show, images, View(size, size), (0, 0)) if isinstance(size, int) else size
     features = torch.empty(len(images), layers * encoder.width)
     done, begin = 0, time.monotonic()
     order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
@@ -116,6 +99,12 @@ def read(images: Images, i: int) -> np.ndarray:
             f"{images.name(i)}: {error}; no image is left out unasked: fix or remove it, or "
             f"leave it out with --skip FILE, see stopmim check --fix-list"
         ) from None
+
+
+def _show(images: Images, view: View | TrainView, draw: tuple[int, int], i: int) -> Tensor:
+    if isinstance(view, View):
+        return view(read(images, i))
+    return view(read(images, i), numpy_generator("view", *draw, i))
 
 
 def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> Iterator[Tensor]:
@@ -157,7 +146,7 @@ def frozen(
         draw: seed and number of a random view.
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
-    pool: Literal["mean", "cls"] = getattr(encoder, "pool", "mean")
+    pool: Pool = getattr(encoder, "pool", "mean")
     key = None
     if isinstance(encoder, nn.Module):
         seen = type(view).__name__, asdict(view), draw if isinstance(view, TrainView) else None
@@ -166,14 +155,15 @@ def frozen(
         if cached := cache.load("features", key):
             return cached[0]["features"]
         encoder.to(device)
-
-    def show(i: int) -> Tensor:
-        if isinstance(view, View):
-            return view(read(images, i))
-        return view(read(images, i), numpy_generator("view", *draw, i))
-
-    found = _extract(
-        encoder, images, show, layers, pool, batch_size, torch.device(device), precision
+    found = extract(
+        encoder,
+        images,
+        size=partial(_show, images, view, draw),
+        layers=layers,
+        pool=pool,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
     )
     # After a LayerNorm, features are of order 1. Where its weights are huge they stay float32.
     half = found.half()

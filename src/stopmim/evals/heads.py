@@ -6,10 +6,10 @@ Heads with the same input (last block or last four, with or without batch norm) 
 Shapes: H heads of one input, K classes, D features, B samples.
 """
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby, product
 from typing import NamedTuple
 
 import torch
@@ -55,12 +55,8 @@ class Head:
 
 def grid(recipe: Recipe, layers: Sequence[int]) -> list[Head]:
     """All heads of `recipe` for features of the last `layers` blocks."""
-    return [
-        Head(n, norm, lr, decay)
-        for lr, decay, n, norm in itertools.product(
-            recipe.lr_factors, recipe.weight_decays, layers, recipe.norms
-        )
-    ]
+    settings = product(recipe.lr_factors, recipe.weight_decays, layers, recipe.norms)
+    return [Head(n, norm, lr, decay) for lr, decay, n, norm in settings]
 
 
 class Tested(NamedTuple):
@@ -86,18 +82,15 @@ def train_heads(
     a head does not depend on the others, up to rounding. Products on a GPU are in TF32, which is as
     precise as half-precision features; `stopmim bench probe` compares it with float32.
     """
-    y = split.y
+    device = torch.device(device)
+    y, test_y, test = split.y.to(device), split.test_y.to(device), _near(split.test, device)
     if len(y.unique()) < 2:
         raise ValueError(f"all {len(y)} labels are {int(y[0])}: there is nothing to separate")
-    device = torch.device(device)
     views = [_near(x, device) for x in split.train]
-    test, y, test_y = _near(split.test, device), y.to(device), split.test_y.to(device)
-    classes = int(torch.cat([split.y, split.test_y]).max()) + 1
+    classes = int(torch.cat([y, test_y]).max()) + 1
     key = lambda head: (head.layers, head.norm)  # noqa: E731
-    groups = [
-        _Group(list(alike), recipe, split.width, classes, seed, device)
-        for _, alike in itertools.groupby(sorted(heads, key=key), key)
-    ]
+    alike = groupby(sorted(heads, key=key), key)
+    groups = [_Group([*own], recipe, split.width, classes, seed, device) for _, own in alike]
     place = {head: i for i, head in enumerate(heads)}
 
     def update(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
@@ -110,12 +103,18 @@ def train_heads(
     step = CudaGraphs(update, device) if device.type == "cuda" else update
     correct = torch.zeros(recipe.epochs, len(heads), dtype=torch.long)
     predicted = torch.zeros(len(heads), len(test_y), dtype=torch.long)
-    with (
-        _tf32(tf32 and device.type == "cuda"),
-        Ticker(f"{len(heads)} heads", recipe.epochs) as ticker,
-    ):
+    with Ticker(f"{len(heads)} heads", recipe.epochs) as ticker, ExitStack() as restored:
+        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        if tf32 and device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         for epoch in range(recipe.epochs):
-            _train_epoch(step, recipe, views[epoch % len(views)], y, epoch, seed)
+            x = views[epoch % len(views)]
+            order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
+            labels = y[order.to(device)].split(recipe.batch_size)
+            # Batch norm needs two samples; a last one alone is dropped from this epoch.
+            parts = [p for p in order.to(x.device).split(recipe.batch_size) if len(p) > 1]
+            for i, part in enumerate(parts):
+                step(x[part].to(device).float(), labels[i], recipe.rate(epoch + i / len(parts)))
             ticker.update(epoch + 1, f"{recipe.batch_size} samples at a time")
             if not every_epoch and epoch + 1 < recipe.epochs:
                 continue
@@ -125,22 +124,6 @@ def train_heads(
                 predicted[rows] = found.cpu()
                 correct[epoch, rows] = (found == test_y).sum(dim=1).cpu()
     return Tested(correct, predicted)
-
-
-def _train_epoch(
-    step: Callable[[Tensor, Tensor, float], object],
-    recipe: Recipe,
-    x: Tensor,
-    y: Tensor,
-    epoch: int,
-    seed: int,
-) -> None:
-    order = torch.randperm(len(y), generator=torch_generator("heads", seed, epoch))
-    labels = y[order.to(y.device)].split(recipe.batch_size)
-    # Batch norm needs two samples; a last one alone is dropped from this epoch.
-    parts = [part for part in order.to(x.device).split(recipe.batch_size) if len(part) > 1]
-    for i, part in enumerate(parts):
-        step(x[part].to(y.device).float(), labels[i], recipe.rate(epoch + i / len(parts)))
 
 
 class _Group:
@@ -159,13 +142,12 @@ class _Group:
         layers, self.norm = heads[0].layers, heads[0].norm
         self.d = d = layers * width
         generator = torch_generator("head", seed, layers, self.norm)
+        first = {"weight": torch.zeros(classes, d), "bias": torch.zeros(classes)}
         if recipe.init_std is None:  # as nn.Linear
-            weight = torch.rand(classes, d, generator=generator).mul(2).sub(1).div(d**0.5)
-            bias = torch.rand(classes, generator=generator).mul(2).sub(1).div(d**0.5)
+            for start in first.values():
+                start.copy_(torch.rand(start.shape, generator=generator).mul(2).sub(1).div(d**0.5))
         else:
-            weight = torch.randn(classes, d, generator=generator).mul(recipe.init_std)
-            bias = torch.zeros(classes)
-        first = {"weight": weight, "bias": bias}
+            first["weight"] = torch.randn(classes, d, generator=generator).mul(recipe.init_std)
         if self.norm == "bn":
             first |= {"scale": torch.ones(d), "shift": torch.zeros(d)}
         self.params = {
@@ -214,28 +196,12 @@ class _Group:
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Labels (H, n) for features (n, L * D), with the batch norm statistics of training."""
-        rows = max(1, CHUNK // self.params["bias"].numel())
-        device = self.mean.device
-        found = [
-            self.logits(part.to(device).float(), training=False).argmax(dim=2).T
-            for part in x.split(rows)
-        ]
-        return torch.cat(found, dim=1)
+        parts = x.split(max(1, CHUNK // self.params["bias"].numel()))
+        near = (part.to(self.mean.device).float() for part in parts)
+        return torch.cat([self.logits(part, training=False).argmax(2).T for part in near], dim=1)
 
 
 def _near(x: Tensor, device: torch.device) -> Tensor:
     """Moves `x` to the device if it takes less than a third of the free memory there."""
-    if device.type == "cuda" and x.nbytes > torch.cuda.mem_get_info(device)[0] / 3:
-        return x
-    return x.to(device)
-
-
-@contextlib.contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    if wanted:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    large = device.type == "cuda" and x.nbytes > torch.cuda.mem_get_info(device)[0] / 3
+    return x if large else x.to(device)

@@ -3,10 +3,10 @@
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
+from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying
@@ -31,24 +32,12 @@ from stopmim.method.positions import sincos_2d
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.weights.load import load_encoder
+from stopmim.weights.vit import Branch
 
 QUESTIONS = ("count", "distance", "shape")  # labels of scenes; colour is visible in one pixel
 
 
-class NoImages:
-    """An empty source, for evaluations on videos alone."""
-
-    labels: dict[str, np.ndarray] = {}  # noqa: RUF012 - of the protocol Images
-    fingerprint = "none"
-
-    def __len__(self) -> int:
-        return 0
-
-    def read(self, i: int) -> np.ndarray:
-        raise IndexError(i)
-
-    def name(self, i: int) -> str:
-        raise IndexError(i)
+NO_IMAGES = Arrays(np.empty((0, 1, 1, 3), np.uint8), {}, [], "none")  # for videos alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +48,11 @@ class Inputs:
     """
 
     encoder: Encoder
-    train: Images = NoImages()  # noqa: RUF009 - labelled images to fit on
-    test: Images = NoImages()  # noqa: RUF009
+    train: Images = NO_IMAGES  # labelled, to fit on
+    test: Images = NO_IMAGES
     request: ImageRequest = ImageRequest()  # noqa: RUF009
     untrained: bool = False  # this is the encoder before training, measured for comparison
+    _drawn: list[Tensor] = field(default_factory=list, init=False)  # features of random views
 
     def __post_init__(self) -> None:
         patch = getattr(self.encoder, "patch", 1)
@@ -120,8 +110,10 @@ class Inputs:
 
     def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
         """Features (N, L * D) of the last L blocks, cached; `draw` numbers a random view."""
-        place: dict[str, Any] = {"device": self.device, "precision": self.precision}
-        return frozen(self.encoder, images, view, draw=(self.seed, draw), **place)
+        seed, device, precision = self.seed, self.device, self.precision
+        return frozen(
+            self.encoder, images, view, draw=(seed, draw), device=device, precision=precision
+        )
 
     @cached_property
     def train_x(self) -> Tensor:
@@ -131,16 +123,11 @@ class Inputs:
     def test_x(self) -> Tensor:
         return self.features(self.test, self.shown.test)
 
-    @cached_property
-    def _random_views(self) -> list[Tensor]:
-        return []
-
     def random_views(self, count: int) -> list[Tensor]:
         """Features of `count` random views of the training images."""
-        drawn = self._random_views
-        while len(drawn) < count:
-            drawn.append(self.features(self.train, self.shown.train, len(drawn)))
-        return drawn[:count]
+        for i in range(len(self._drawn), count):
+            self._drawn.append(self.features(self.train, self.shown.train, i))
+        return self._drawn[:count]
 
     def last(self, x: Tensor) -> Tensor:
         """The last block of features `x`, float32 on the device."""
@@ -166,7 +153,7 @@ class Inputs:
         return cache.key(*images, self.shown, self.seed, str(self.precision))
 
 
-def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> Encoder:
+def open_encoder(name: str, branch: Branch = "target") -> Encoder:
     """Opens anything `load_encoder` reads, or ``random:ARCH@SIZE``, an untrained encoder."""
     if not name.startswith("random:"):
         return load_encoder(name, branch)
@@ -179,9 +166,7 @@ def open_encoder(name: str, branch: Literal["target", "context"] = "target") -> 
         raise UserError(f"{name}: {error}") from None
 
 
-def open_at(
-    name: str, branch: Literal["target", "context"] = "target"
-) -> tuple[Encoder, int | None]:
+def open_at(name: str, branch: Branch = "target") -> tuple[Encoder, int | None]:
     """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
     path = Path(name)
     if (path / "run.json").exists():
@@ -202,8 +187,7 @@ def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
         for token in twin.parameters(recurse=False):  # the class token, if there is one
             nn.init.normal_(token, std=0.02)
     # Learned positions are reset as well; the class token has none.
-    patches = twin.side**2
-    twin.pos_embed.zero_()[0, -patches:] = sincos_2d(twin.side, twin.width)
+    twin.pos_embed.zero_()[0, -(twin.side**2) :] = sincos_2d(twin.side, twin.width)
     return twin.eval()
 
 
@@ -227,25 +211,23 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     data, train, test, share = request.data, request.train, request.test, request.hold_out
     if share is not None and (data is None or not 0 < share < 1):
         raise UserError(f"--hold-out {share:g}: expected a share of --data, e.g. 0.2")
-    if data is None and train is None and test is None:
-        data = f"scenes:4096:{native_size(encoder)}:3"
-    if data is not None:
-        if train is not None or test is not None:
-            raise UserError("eval: --data is both parts in one: leave out --train and --test")
-        if share is not None:
-            if open_test(data) is not None:
-                raise UserError(
-                    f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or "
-                    f"give the training images alone as --data"
-                )
-            return split_by_class(
-                without_skipped(open_images(data), request.skip), share, request.seed
-            )
+    if train is None and test is None:
+        data = f"scenes:4096:{native_size(encoder)}:3" if data is None else data
+    elif data is not None:
+        raise UserError("eval: --data is both parts in one: leave out --train and --test")
+    elif train is None or test is None:
+        raise UserError("eval: --train and --test belong together; or give --data")
+    else:
+        return both_without_skipped(open_images(train), open_images(test), request.skip)
+    if share is None:
         parts = open_images(data, "train"), open_images(data, "test")
         return both_without_skipped(*parts, request.skip)
-    if train is None or test is None:
-        raise UserError("eval: --train and --test belong together; or give --data")
-    return both_without_skipped(open_images(train), open_images(test), request.skip)
+    if open_test(data) is not None:
+        raise UserError(
+            f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or give the "
+            f"training images alone as --data"
+        )
+    return split_by_class(without_skipped(open_images(data), request.skip), share, request.seed)
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
@@ -267,9 +249,7 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
                     f"{name}: {hidden} of {len(images)} {part} images have a label below zero, "
                     f"which means unknown; label them, or leave them out with --skip FILE"
                 )
-        first = int(train.labels[name][0])
-        if (train.labels[name] == first).all():
-            raise DataError(
-                f"{name}: all {len(train)} training images are of one class: nothing to tell apart"
-            )
+        if (train.labels[name] == train.labels[name][0]).all():
+            which = f"all {len(train)} training images are of one class"
+            raise DataError(f"{name}: {which}: nothing to tell apart")
     return list(wanted)

@@ -24,12 +24,7 @@ def knn_accuracy(
 ) -> float:
     """Fraction (0 to 1) of the test samples whose k nearest training samples vote for their label.
 
-    Args:
-        train_x: features (N, D), train_y: labels (N,); likewise for the test samples.
-        k: number of neighbours, at most N.
-
-    Raises:
-        ValueError: k is not between 1 and N, or a feature is not finite.
+    Features are (N, D), labels (N,). ValueError: k is not between 1 and N, a feature not finite.
     """
     found = knn_predict(train_x, train_y, test_x, (k,), temperature=temperature)[0]
     return int((found == test_y).sum()) / len(test_y)
@@ -48,10 +43,8 @@ def knn_predict(
 
     Similarity is the cosine, votes are weighted by exp(similarity / temperature), and the defaults
     are DINO's (eval_knn.py). Neighbours that tie with the k-th one all vote, so that the order of
-    the training set does not matter; of labels with equal votes the lowest wins.
-
-    Args:
-        itself: (B,) for each test sample the index of a training sample that may not vote.
+    the training set does not matter; of labels with equal votes the lowest wins. `itself` (B,) is
+    for each test sample the index of a training sample that may not vote.
     """
     most = len(train_x) - (itself is not None)
     for k in ks:
@@ -82,10 +75,7 @@ def knn_predict(
 
 
 def choose_k(x: Tensor, y: Tensor, seed: int, ks: Sequence[int] = KS) -> int:
-    """The k that is best by leave-one-out on the training samples, 10,000 of them at most.
-
-    Of those that tie, the largest.
-    """
+    """The k that is best by leave-one-out on training samples; of those that tie, the largest."""
     ks = [k for k in ks if k < len(x)] or [1]
     order = torch.randperm(len(x), generator=torch_generator("knn", seed))[:LEFT_OUT].to(x.device)
     found = knn_predict(x, y, x[order], ks, itself=order)

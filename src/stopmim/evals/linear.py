@@ -38,7 +38,7 @@ def depths(layers: Sequence[int], features: Tensor, width: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)  # tensors have no plain ==
 class ChosenHead:
-    """The head that one reading chose, and its answers on the test set."""
+    """The head that one reading chose, and how it did on the test set."""
 
     head: Head
     reading: Reading
@@ -66,9 +66,8 @@ def probes(
     The published protocol trains on a fresh random view in every epoch, so on `recipe.epochs`
     views; a few, or one that is not random, cost less.
 
-    Args:
-        plain: features (N, L * D) of the training images, seen as test images are, to choose on.
-            Default: the first view.
+    `plain` are features (N, L * D) of the training images, seen as test images are, to choose on;
+    by default the first view.
     """
     deep = depths(layers, split.test, split.width)
     heads = grid(recipe, deep)
@@ -89,8 +88,8 @@ def probes(
             # Chosen by the last epoch here, too; the best epoch of this head is kept beside it.
             head = chosen[n] if reading == "held-out" else _best(heads, found.correct[-1], n)
             i = heads.index(head)
-            correct, epochs = found.predicted[i] == split.test_y.cpu(), found.correct[:, i]
-            results.append(ChosenHead(head, reading, correct, epochs))
+            correct = found.predicted[i] == split.test_y.cpu()
+            results.append(ChosenHead(head, reading, correct, found.correct[:, i]))
     return results
 
 
@@ -134,41 +133,33 @@ def linear_probe(
     Features are standardised by the training set. In the held-out reading, nothing that is chosen
     or fitted depends on the test set; in the paper's, l2 is the one that is best on it.
 
+    Features are (N, D), labels (N,); a test label that train does not have counts as wrong.
+
     Args:
-        train_x: features (N, D), train_y: labels (N,); likewise for the test samples. A test label
-            that train does not have counts as wrong.
         seed: of the split of train on which l2 is chosen.
         l2s: penalties to choose from, relative to the mean loss; see `fit_logistic`.
         tolerance: of the fits that choose l2.
     """
     if reading == "held-out":
         l2s = [choose_l2(train_x, train_y, seed, l2s, tolerance)]
-    tried = []
-    for l2 in l2s:
-        weights = _fit(train_x, train_y, l2)
-        tried.append(ProbeResult(_predict(weights, test_x, train_x) == test_y, l2, weights))
+    tried = [_solve(train_x, train_y, test_x, test_y, l2) for l2 in l2s]
     return max(tried, key=lambda probe: int(probe.correct.sum()))
 
 
 def choose_l2(
     x: Tensor, y: Tensor, seed: int, l2s: Sequence[float], tolerance: float = TOLERANCE
 ) -> float:
-    """The penalty that, fitted to 80 % of the samples, is best on the other 20 %.
-
-    Of penalties that tie, the largest: the simplest classifier.
-    """
+    """The penalty that, fitted to 80 % of the samples, is best on the other 20 %."""
     held, rest = selection_split(y, seed)
-
-    def correct(l2: float) -> int:
-        weights = _fit(x[rest], y[rest], l2, tolerance)
-        return int((_predict(weights, x[held], x[rest]) == y[held]).sum())
-
-    return max(sorted(l2s, reverse=True), key=correct)  # max takes the first of those that tie
+    parts = x[rest], y[rest], x[held], y[held]
+    # Of penalties that tie, max takes the first, so the largest: the simplest classifier.
+    tried = (_solve(*parts, l2, tolerance) for l2 in sorted(l2s, reverse=True))
+    return max(tried, key=lambda probe: int(probe.correct.sum())).l2
 
 
-def _fit(x: Tensor, y: Tensor, l2: float, tolerance: float = TOLERANCE) -> Tensor:
-    return fit_logistic(standardise(x, x), y, l2, intercept=True, tolerance=tolerance)
-
-
-def _predict(weights: Tensor, x: Tensor, train_x: Tensor) -> Tensor:
-    return (standardise(x, train_x) @ weights[:, :-1].T + weights[:, -1]).argmax(dim=1)
+def _solve(
+    x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, l2: float, tolerance: float = TOLERANCE
+) -> ProbeResult:
+    weights = fit_logistic(standardise(x, x), y, l2, intercept=True, tolerance=tolerance)
+    found = (standardise(test_x, x) @ weights[:, :-1].T + weights[:, -1]).argmax(dim=1)
+    return ProbeResult(found == test_y, l2, weights)

@@ -7,7 +7,7 @@ Shapes: N samples, D features, K classes.
 """
 
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,21 +56,14 @@ def find_named(images: Images, file: Path) -> list[int]:
 
 
 def classify(
-    x: Tensor,
-    y: Tensor,
-    test_x: Tensor,
-    *,
-    strength: float = LAMBDA,
-    statistics: Literal["train", "test"] = "train",
+    x: Tensor, y: Tensor, test_x: Tensor, statistics: Literal["train", "test"] = "train"
 ) -> Tensor:
     """Predicts labels (n,) of test features by logistic regression without intercept.
 
-    Args:
-        strength: N times the l2 of `fit_logistic`.
-        statistics: set whose mean and deviation standardise test features. The released code uses
-            "test" (logistic_eval.py:227-229), which makes each answer depend on the other images.
+    Mean and deviation of `statistics` standardise test features. The released code uses "test"
+    (logistic_eval.py:227-229), which makes each answer depend on the other images.
     """
-    weights = fit_logistic(standardise(x, x), y, strength / len(y), tolerance=1e-6)
+    weights = fit_logistic(standardise(x, x), y, LAMBDA / len(y), tolerance=1e-6)
     return (standardise(test_x, x if statistics == "train" else test_x) @ weights.T).argmax(dim=1)
 
 
@@ -94,7 +87,8 @@ def fit_logistic(
 
         mean cross-entropy of softmax(W x) and y  +  l2 / 2 ||W||_F^2
 
-    with no penalty on the intercept. The released code's `lambd` is N times this l2.
+    with no penalty on the intercept. The released code's `lambd` is N times this l2. A ValueError
+    says that there is nothing to separate, or that no optimum is reached.
 
     Args:
         x: features (N, D).
@@ -103,9 +97,6 @@ def fit_logistic(
         classes: K, if larger than the largest label plus one.
         tolerance: relative gap allowed between the objective and its minimum. The gradient bounds
             it (estimates it, with an intercept), unless float64 cannot resolve it.
-
-    Raises:
-        ValueError: there is nothing to separate, or no optimum is reached.
     """
     n, d = x.shape
     present, y = y.long().unique(return_inverse=True)  # sorted; labels renumbered
@@ -133,19 +124,16 @@ class _Objective:
 
     def __init__(self, x: Tensor, y: Tensor, penalty: Tensor, l2: float, weights: Tensor) -> None:
         self.x, self.label, self.penalty, self.l2 = x, y[:, None], penalty, l2
-        self.weights, self.at = weights, torch.full_like(weights, torch.nan)
+        self.weights, self.at, self.value = weights, torch.full_like(weights, torch.nan), torch.nan
 
     def __call__(self) -> float:
-        if not torch.equal(self.weights, self.at):  # L-BFGS evaluates some points twice
-            self.at.copy_(self.weights)
-            self._evaluate()
-        return self.value
-
-    def _evaluate(self) -> None:
         """Computes everything from the sum over wrong classes: 1 - p cancels when p is near 1.
 
         In place where possible: the (N, K) matrix takes most of the memory and time.
         """
+        if torch.equal(self.weights, self.at):  # L-BFGS evaluates some points twice
+            return self.value
+        self.at.copy_(self.weights)
         p = self.x @ self.weights.T  # logits, (N, K)
         top, own = p.amax(dim=1, keepdim=True), p.gather(1, self.label)  # (N, 1)
         p.sub_(top).exp_()
@@ -157,15 +145,12 @@ class _Objective:
         shrink = self.penalty * self.weights
         self.gradient = (residual.T @ self.x).div_(len(p) * self.l2).add_(shrink)
         self.weights.grad = self.gradient
-        self.value = float(loss / self.l2 + (shrink * self.weights).sum(dtype=torch.double) / 2)
         self.variance = float(missed.mean()) / p.shape[1]  # mean p (1 - p) of a class
+        self.value = float(loss / self.l2 + (shrink * self.weights).sum(dtype=torch.double) / 2)
+        return self.value
 
     def gap(self, curvature: Tensor) -> float:
-        """Upper bound of the relative gap to the minimum, given the least curvature (D,).
-
-        The objective over l2 has curvature 1 or more, except along the intercept, where it is an
-        estimate.
-        """
+        """Upper bound of the relative gap to the minimum, given the least curvature (D,)."""
         return float((self.gradient.double().square() / curvature).sum()) / 2 / self.value
 
 
@@ -191,6 +176,7 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
     for i in range(ROUNDS):
         exact = _Objective(x, y, penalty, l2, weights)
         exact()
+        # 1 or more for the objective over l2, except along the intercept: there, an estimate.
         curvature = torch.where(penalty > 0, 1.0, exact.variance / l2)
         gap = exact.gap(curvature)
         if gap <= goal or floor:
@@ -216,14 +202,8 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
 
 def _descend(objective: _Objective, steps: int, enough: float, curvature: Tensor) -> bool:
     """Descends until the gap is small enough; False if rounding prevents that."""
-    lbfgs = torch.optim.LBFGS(
-        [objective.weights],
-        max_iter=10,
-        history_size=20,
-        tolerance_grad=0,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
-    )
+    how: Any = {"line_search_fn": "strong_wolfe", "tolerance_grad": 0, "tolerance_change": 0}
+    lbfgs = torch.optim.LBFGS([objective.weights], max_iter=10, history_size=20, **how)
     for _ in range(steps):
         before = objective()
         lbfgs.step(objective)

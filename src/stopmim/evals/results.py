@@ -1,13 +1,20 @@
-"""The form of every result, and the confidence interval of an accuracy."""
+"""The form of every result, its file, and confidence intervals over test images and seeds."""
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from stopmim.base.errors import StorageError
+from stopmim.base.files import append_jsonl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
+# The same of Student's t by degrees of freedom, from 1 on.
+T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
 Reading = Literal["held-out", "paper"]  # settings are chosen on training or on test images
 Selection = Literal["none", Reading]  # none: there was nothing to choose
 
@@ -52,3 +59,65 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     # Exact at the ends, where rounding would leave 1e-17.
     low = 0.0 if correct == 0 else centre - half
     return low, 1.0 if correct == n else centre + half
+
+
+def destination(name: str | None, out: Path | None) -> Path | None:
+    """File for results: `out`, or results.jsonl in the folder `out` or in the run `name`."""
+    if out is None:
+        run = name is not None and (Path(name) / "run.json").exists()
+        return Path(str(name)) / "results.jsonl" if run else None
+    path = out if out.suffix and not out.is_dir() else out / "results.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
+    return path
+
+
+def record(path: Path | None, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Appends `lines`, each with the facts, to the file of results, if there is one."""
+    if path is None:
+        return
+    try:
+        for line in lines:
+            append_jsonl(path, dict(facts) | dict(line))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+
+
+class Estimate(NamedTuple):
+    """Mean over `n` seeds with the half width of its 95 % interval, None for a single seed."""
+
+    mean: float
+    half: float | None
+    n: int
+
+
+def t_quantile(freedom: int) -> float:
+    """97.5 % quantile of Student's t; beyond the table by an expansion, good to 4 digits."""
+    if freedom <= len(T):
+        return T[freedom - 1]
+    z = Z
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """Mean of `values`, one per seed, with its interval by Student's t."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(mean, None, 1)
+    variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
+    return Estimate(mean, t_quantile(n - 1) * math.sqrt(variance / n), n)
+
+
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
+    """Mean difference of `values` and `baseline` over the seeds that both have.
+
+    Effects that a seed has on both, such as the order of images, cancel.
+    """
+    both = sorted(values.keys() & baseline.keys())
+    return over_seeds([values[seed] - baseline[seed] for seed in both]) if both else None

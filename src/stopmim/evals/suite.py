@@ -65,10 +65,12 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> list[Measured]:
     key = _cache_key(inputs, protocols, labels)
     if key is not None and (cached := cache.load("answers", key)):
         tensors, text = cached
-        return [
-            Measured(_result(fields), tensors.get(str(i)))
-            for i, fields in enumerate(json.loads(text))
-        ]
+        found = []
+        for i, fields in enumerate(json.loads(text)):
+            interval = fields.pop("interval")  # JSON made a list of it
+            result = Result(**fields, interval=interval and tuple(interval))
+            found.append(Measured(result, tensors.get(str(i))))
+        return found
     found = [m for label in labels for p in labelled for m in p.measure(inputs, label)]
     found += [m for p in protocols if p not in labelled for m in p.measure(inputs, "")]
     if key is not None:
@@ -82,20 +84,13 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> list[Measured]:
 def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> str | None:
     if not isinstance(inputs.encoder, nn.Module) or not all(p.cacheable for p in protocols):
         return None
-    if all(p.needs == "videos" for p in protocols):
-        on = cache.key(inputs.size, inputs.without_images)
-    else:
-        on = inputs.key(labels)
+    videos = all(p.needs == "videos" for p in protocols)
+    on = cache.key(inputs.size, inputs.without_images) if videos else inputs.key(labels)
     facts = [p.facts(inputs) for p in protocols]
     options = [value for p in protocols for value in vars(p).values()]
     lists = [path.read_bytes() for path in options if isinstance(path, Path) and path.is_file()]
     code, encoder = cache.of_code(*cache.ANSWERS), cache.of_encoder(inputs.encoder)
     return cache.key(code, encoder, on, protocols, facts, lists)
-
-
-def _result(fields: dict[str, Any]) -> Result:
-    interval = fields.pop("interval")  # JSON made a list of it
-    return Result(**fields, interval=interval and tuple(interval))
 
 
 def open_inputs(

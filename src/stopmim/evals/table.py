@@ -13,35 +13,28 @@ from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
 
 HERE = Path(__file__).parent
-COLUMNS = ("protocol", "of", "random", "value", "95 % interval", "n", "chosen", "setting")
 RIGHT = {"random", "value", "95 % interval", "n", "A", "B", "B - A", "p"}
 CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, str]]:
-    """One row per result, with the columns of COLUMNS."""
-    return [dict(zip(COLUMNS, _cells(result), strict=True)) for result in results]
-
-
-def _cells(result: Result) -> tuple[str, ...]:
-    def shown(x: float | None) -> str:
-        # Everything but the effective rank is a fraction.
-        return "" if x is None else f"{x:.1f}" if result.name == "rankme" else f"{100 * x:.1f}"
-
-    name = result.protocol
-    if result.name not in ("accuracy", result.protocol):
-        name = f"{name} {result.name}"
-    low, high = result.interval or (None, None)
-    return (
-        name,
-        result.label,
-        shown(result.random_init),
-        shown(result.value),
-        f"{shown(low)} to {shown(high)}" if result.interval else "",
-        f"{result.n:,}",
-        CHOSEN[result.selection],
-        result.setting or "",
-    )
+    """One row per result."""
+    table = []
+    for r in results:
+        scale = 1 if r.name == "rankme" else 100  # everything but the effective rank is a fraction
+        named = r.name in ("accuracy", r.protocol)
+        row = {
+            "protocol": r.protocol if named else f"{r.protocol} {r.name}",
+            "of": r.label,
+            "random": "" if r.random_init is None else f"{scale * r.random_init:.1f}",
+            "value": f"{scale * r.value:.1f}",
+            "95 % interval": " to ".join(f"{scale * end:.1f}" for end in r.interval or ()),
+            "n": f"{r.n:,}",
+            "chosen": CHOSEN[r.selection],
+            "setting": r.setting or "",
+        }
+        table.append(row)
+    return table
 
 
 def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
@@ -78,9 +71,8 @@ def write_pages(
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
     heading = f"# {title.replace(chr(10), ' ')}\n\n"
     write_whole(folder / "evaluation.md", f"{heading}{markdown(table, RIGHT)}\n")
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
-    )
+    loader = FileSystemLoader(HERE)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     page = environment.get_template("table.html")
     text = page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)

@@ -41,15 +41,11 @@ TILE = 10  # edge of a square of patches processed at once: the fastest, with wi
 UNIT = 64  # pixels; the longer side of a frame is a multiple of this (dino, read_frame)
 RED = 0.228  # deviation of red in the released code; training divides by 0.229
 RESAMPLES = 10_000  # of the bootstrap
+HEADINGS = ("video", "object", "J", "J recall", "J decay", "F", "F recall", "F decay")
 
 
 @dataclass(frozen=True)
-class _Size:
-    size: int = 480  # pixels of the shorter side of a frame
-
-
-@dataclass(frozen=True)
-class Tracking(Propagation, _Size):  # in this order, `size` is the first field
+class Tracking(Propagation):
     """All options of the protocol; the defaults are DINO's.
 
     With `compat` None a frame is resized to whole patches, so that a cell of the result lies where
@@ -57,6 +53,8 @@ class Tracking(Propagation, _Size):  # in this order, `size` is the first field
     bottom, and the result is stretched over it. The two differ for patch 14, not for 8 or 16.
     "released" also divides red by 0.228, where training divides by 0.229.
     """
+
+    size: int = 480  # pixels of the shorter side of a frame
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,15 +111,13 @@ def _attend(here: Tensor, sources: Tensor, labels: Tensor, options: Propagation)
     height, width, _ = here.shape
     reach = options.neighbourhood or max(height, width)
     found = torch.empty_like(labels[0])
-    for top, left in product(range(0, height, TILE), range(0, width, TILE)):
-        rows, cols = _span(top, height, TILE, 0), _span(left, width, TILE, 0)
-        near_rows, near_cols = _span(top, height, TILE, reach), _span(left, width, TILE, reach)
+    for down, across in product(_tiles(height, reach), _tiles(width, reach)):
+        (rows, near_rows, far_down), (cols, near_cols, far_right) = down, across
         query = here[rows, cols]  # (a, b, D), against (M, c, d, D)
         source = sources[:, near_rows, near_cols]
         given = labels[:, :, near_rows, near_cols].transpose(0, 1).flatten(1)  # (C, M c d)
         like = query.flatten(0, 1) @ source.flatten(0, 2).T  # (a b, M c d)
         # (a, b, c, d): pairs too far apart, the same in every frame
-        far_down, far_right = _far(rows, near_rows, reach), _far(cols, near_cols, reach)
         far = (far_down[:, None, :, None] | far_right[None, :, None, :]).flatten(2).flatten(0, 1)
         like.unflatten(1, (len(sources), -1)).masked_fill_(far[:, None].to(like.device), -torch.inf)
         best = like.topk(min(options.topk, like.shape[1]), dim=1).values
@@ -135,15 +131,12 @@ def _attend(here: Tensor, sources: Tensor, labels: Tensor, options: Propagation)
     return found
 
 
-def _span(start: int, end: int, length: int, reach: int) -> slice:
-    """Slice of `length` from `start`, extended by `reach` both ways and clipped to 0 and `end`."""
-    return slice(max(0, start - reach), min(end, start + length + reach))
-
-
-def _far(rows: slice, others: slice, reach: int) -> Tensor:
-    """Mask (rows, others) of the pairs that are more than `reach` apart."""
-    a, b = (torch.arange(span.start, span.stop) for span in (rows, others))
-    return (a[:, None] - b).abs() > reach
+def _tiles(length: int, reach: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yields each tile, the span its windows cover, and a mask of pairs more than `reach` apart."""
+    place = torch.arange(length)
+    for start in range(0, length, TILE):
+        tile, near = slice(start, start + TILE), slice(max(0, start - reach), start + TILE + reach)
+        yield tile, near, (place[tile, None] - place[near]).abs() > reach
 
 
 def labels_of(soft: Tensor, patch: int, shape: tuple[int, ...]) -> Bytes:
@@ -152,8 +145,7 @@ def labels_of(soft: Tensor, patch: int, shape: tuple[int, ...]) -> Bytes:
     low, high = soft.amin(dim=(1, 2), keepdim=True), soft.amax(dim=(1, 2), keepdim=True)
     # Every channel scaled to 0 to 1, background included, so that fading objects are kept.
     soft = torch.where(high > low, (soft - low) / (high - low), soft)
-    ids = soft.argmax(dim=0).to(torch.uint8)
-    return _resize_ids(ids.cpu().numpy(), shape)
+    return _resize_ids(soft.argmax(dim=0).byte().cpu().numpy(), shape)
 
 
 def _resize_ids(ids: Bytes, shape: tuple[int, ...]) -> Bytes:
@@ -163,27 +155,20 @@ def _resize_ids(ids: Bytes, shape: tuple[int, ...]) -> Bytes:
 
 def score(video: Video, found: Sequence[Bytes]) -> list[Scores]:
     """J and F of every object of the first frame, given the masks found in all T frames."""
-    truth = [video.mask(i) for i in range(1, len(video) - 1)]
-    objects = range(1, int(video.mask(0).max()) + 1)
-    pairs = list(zip(found[1:-1], truth, strict=True))
-    return [
-        Scores(
-            video.name,
-            k,
-            np.array([jaccard(a == k, b == k) for a, b in pairs]),
-            np.array([boundary_f(a == k, b == k) for a, b in pairs]),
-        )
-        for k in objects
-    ]
+    pairs = [(found[i], video.mask(i)) for i in range(1, len(video) - 1)]
+    scores = []
+    for k in range(1, int(video.mask(0).max()) + 1):
+        j, f = (np.array([f(a == k, b == k) for a, b in pairs]) for f in (jaccard, boundary_f))
+        scores.append(Scores(video.name, k, j, f))
+    return scores
 
 
 def results(scores: Sequence[Scores]) -> list[Result]:
     """Means over all objects of all videos, each with its interval over objects."""
-    j = np.array([summary(s.j) for s in scores])  # (n, 3): mean, recall, decay
-    f = np.array([summary(s.f) for s in scores])
-    columns = {"J&F": (j[:, 0] + f[:, 0]) / 2, "J": j[:, 0], "F": f[:, 0]}
-    for i, what in ((1, "recall"), (2, "decay")):
-        columns |= {f"J {what}": j[:, i], f"F {what}": f[:, i]}
+    j = np.array([summary(s.j) for s in scores]).T  # (3, n): mean, recall, decay
+    f = np.array([summary(s.f) for s in scores]).T
+    columns = {"J&F": (j[0] + f[0]) / 2, "J": j[0], "F": f[0]}
+    columns |= {"J recall": j[1], "F recall": f[1], "J decay": j[2], "F decay": f[2]}
     found = []
     for name, values in columns.items():
         mean, interval = float(values.mean()), bootstrap_interval(values)
@@ -237,7 +222,10 @@ def track(
                 write_masks(folder, video, found)
             scores += score(video, found) if video.annotated else []
     if folder is not None and scores:
-        _write_table(folder / "objects.csv", scores)
+        with (folder / "objects.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(HEADINGS)
+            table.writerows([s.video, s.number, *summary(s.j), *summary(s.f)] for s in scores)
     return results(scores) if scores else []
 
 
@@ -272,8 +260,10 @@ def follow(
     def features() -> Iterator[Tensor]:
         for start in range(0, len(video), batch_size):
             numbers = range(start, min(start + batch_size, len(video)))
-            frames = [resize_frame(video.frame(i), size) for i in numbers]
-            pixels = normalise(torch.stack(frames)[..., : grid[0] * patch, : grid[1] * patch])
+            frames = [torch.from_numpy(video.frame(i)).permute(2, 0, 1)[None] for i in numbers]
+            # Not antialiased, and rounded, as cv2.resize does.
+            frames = [F.interpolate(f.float(), size, mode="bilinear").round() for f in frames]
+            pixels = normalise(torch.cat(frames)[..., : grid[0] * patch, : grid[1] * patch])
             if options.compat == "released":
                 pixels[:, 0] *= STD[0] / RED
             tokens = encoder(pixels.to(device))
@@ -306,17 +296,3 @@ def frame_size(shape: tuple[int, ...], options: Tracking, patch: int) -> tuple[i
         return sides
     tall, wide = (max(1, round(side / patch)) * patch for side in sides)
     return tall, wide
-
-
-def resize_frame(frame: Bytes, size: tuple[int, int]) -> Tensor:
-    """Resizes to (3, *size) float32: bilinear, not antialiased, rounded, as cv2.resize does."""
-    pixels = torch.from_numpy(frame).permute(2, 0, 1)[None].float()
-    return F.interpolate(pixels, size=size, mode="bilinear", align_corners=False)[0].round()
-
-
-def _write_table(path: Path, scores: Sequence[Scores]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["video", "object", "J", "J recall", "J decay", "F", "F recall", "F decay"])
-        for s in scores:
-            table.writerow([s.video, s.number, *summary(s.j), *summary(s.f)])
