@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from stopmim.base.console import duration, say
-from stopmim.config.schema import Config
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import table
 from stopmim.evals.protocols import Knn, Linear, RankMe
@@ -31,7 +30,11 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     images = Scenes(TRAIN, size=48, seed=0)
     run = pretrain(images, out, config)
     say(f"evaluating frozen features on {TEST} new scenes, {PROBE} labelled ones to fit on")
-    results, facts = evaluate(str(out), PROTOCOLS, request(run.config))
+    counts = zip((PROBE, TEST), SEEDS, strict=True)
+    train, test = (f"scenes:{n}:{run.config.image_size}:{seed}" for n, seed in counts)
+    seed = run.config.seed
+    request = ImageRequest(train=train, test=test, label=QUESTIONS, seed=seed, device="cpu")
+    results, facts = evaluate(str(out), PROTOCOLS, request)
     lines = out / "results.jsonl"
     lines.unlink(missing_ok=True)  # of an earlier demo in this folder
     record(lines, [result.as_dict() for result in results], facts)
@@ -40,10 +43,3 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     say("random: the same network before training (random init); accuracies in percent")
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run
-
-
-def request(config: Config) -> ImageRequest:
-    """Scenes that no preset was tuned on, with the questions to ask about them."""
-    counts = zip((PROBE, TEST), SEEDS, strict=True)
-    train, test = (f"scenes:{n}:{config.image_size}:{seed}" for n, seed in counts)
-    return ImageRequest(train=train, test=test, label=QUESTIONS, seed=config.seed, device="cpu")

@@ -9,23 +9,18 @@ from tyro import MISSING
 from tyro.conf import Positional, arg, subcommand
 
 from stopmim.cli.options import option
-from stopmim.evals.protocols import (
-    PROTOCOLS,
-    Protocol,
-    from_options,
-    image_by_image,
-    in_suite,
-    request_for,
-)
+from stopmim.evals import protocols
+from stopmim.evals.protocols import Protocol
 from stopmim.evals.request import Request
 from stopmim.evals.results import destination, record
 
 ENCODER = "run, checkpoint, released file, timm:NAME, or random:ARCH@SIZE"
+OTHER = "another, compared with A"
 
 
 def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **encoders: str) -> Any:
     """A subcommand with the options of `kinds`, those they share, and positional `encoders`."""
-    bases = (request_for(kinds), *reversed(kinds))
+    bases = (protocols.request_for(kinds), *reversed(kinds))
     names = {f.name: f for base in bases for f in fields(base)}  # type: ignore[arg-type]
     own: list[Any] = [
         (f.name, Annotated[get_args(f.type)[0], option(get_args(f.type)[1])], f.default)
@@ -45,9 +40,9 @@ _SUITE = "Everything the data allow, in one table: text, Markdown, HTML and JSON
 _COMPARE = "Two encoders on the same test images, with a paired test."
 _COMMANDS: Any = Union[
     (
-        *(_command(kind.name, kind.__doc__, [kind], encoder=ENCODER) for kind in PROTOCOLS),
-        _command("suite", _SUITE, in_suite(), encoder=ENCODER),
-        _command("compare", _COMPARE, image_by_image(), a=ENCODER, b="another, compared with A"),
+        *(_command(k.name, k.__doc__, [k], encoder=ENCODER) for k in protocols.PROTOCOLS),
+        _command("suite", _SUITE, protocols.SUITE, encoder=ENCODER),
+        _command("compare", _COMPARE, protocols.IMAGE_BY_IMAGE, a=ENCODER, b=OTHER),
     )
 ]
 
@@ -62,31 +57,31 @@ class Eval:
         options = vars(self.protocol)
         names = [options[encoder] for encoder in self.protocol.encoders]
         show: Any = _contrast if len(names) > 1 else _report
-        print(show(*names, *from_options(self.protocol.kinds, options)))
+        print(show(*names, *protocols.from_options(self.protocol.kinds, options)))
 
 
-def _report(name: str, protocols: Sequence[Protocol], request: Request) -> str:
+def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
     """Measures the encoder called `name` and returns a table; several protocols also make pages."""
     from stopmim.evals import suite, table
 
-    inputs, facts = suite.open_inputs(name, protocols, request)
+    inputs, facts = suite.open_inputs(name, kinds, request)
     lines = destination(name, request.out)
-    results = suite.suite(inputs, protocols)
+    results = suite.suite(inputs, kinds)
     record(lines, [result.as_dict() for result in results], facts)
     text = table.text(table.rows(results))
-    if len(protocols) > 1 and lines is not None:
+    if len(kinds) > 1 and lines is not None:
         title = f"What {Path(name).name or name} knows"
         text += f"\n\n{table.write_pages(lines.parent, results, title, facts)}"
     return text
 
 
-def _contrast(a: str, b: str, protocols: Sequence[Protocol], request: Request) -> str:
+def _contrast(a: str, b: str, kinds: Sequence[Protocol], request: Request) -> str:
     """Compares two encoders on the same images by a paired test and returns a table."""
     from stopmim.evals import compare, inputs, suite, table
 
-    ours, facts = suite.open_inputs(a, protocols, request)
+    ours, facts = suite.open_inputs(a, kinds, request)
     encoder, step = inputs.open_at(b, request.branch)
-    found = compare.compare(ours, replace(ours, encoder=encoder), protocols)
+    found = compare.compare(ours, replace(ours, encoder=encoder), kinds)
     facts = {"A": a, "B": b} | facts | {"encoder": b, "step": step}
     record(destination(None, request.out), [c.as_dict() for c in found], facts)
     return table.text(table.compared(found))

@@ -38,11 +38,8 @@ def of_encoder(encoder: nn.Module) -> str:
     """Hash of all weights, and of every plain value that a module is built from."""
     digest = hashlib.sha256()
     for name, module in encoder.named_modules():
-        plain = {
-            key: value
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, int | float | str | tuple) and key != "training"
-        }
+        values = sorted((key, value) for key, value in vars(module).items() if key != "training")
+        plain = {key: v for key, v in values if isinstance(v, int | float | str | tuple)}
         digest.update(repr((name, type(module).__qualname__, plain)).encode())
     for name, tensor in encoder.state_dict().items():
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())

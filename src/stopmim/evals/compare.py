@@ -10,7 +10,7 @@ import numpy as np
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.evals.inputs import Inputs
-from stopmim.evals.protocols import image_by_image
+from stopmim.evals.protocols import IMAGE_BY_IMAGE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.suite import measure, quantity
 
@@ -45,7 +45,7 @@ def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -
 
     By default by all protocols that answer image by image: k-NN, linear, low-shot.
     """
-    protocols = [kind() for kind in image_by_image()] if protocols is None else protocols
+    protocols = [kind() for kind in IMAGE_BY_IMAGE] if protocols is None else protocols
     theirs = {quantity(m.result): m.correct for m in measure(b, protocols)}
     found = []
     for result, ours in measure(a, protocols):

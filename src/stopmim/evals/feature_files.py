@@ -43,10 +43,9 @@ def write_features(
         raise UserError(f"{out}: --out must end in .npz or .parquet")
     if not out.absolute().parent.is_dir():
         raise StorageError(f"{out.parent}: no such folder")
-    network: Any = encoder  # an Encoder that also has `side` and `blocks`
-    if isinstance(encoder, str | Path):
-        network = load_encoder(encoder)
-    check(network, layers, pool, size)
+    # An Encoder that also has `side` and `blocks`.
+    network: Any = load_encoder(encoder) if isinstance(encoder, str | Path) else encoder
+    _check(network, layers, pool, size)
     images, where = without_skipped(open_images(data), skip), choose_device(device)
     network.to(where)
     features = extract(
@@ -58,9 +57,9 @@ def write_features(
         device=where,
         precision=choose_precision("auto", where),
     )
-    names = [images.name(i) for i in range(len(images))]
+    names = np.array([images.name(i) for i in range(len(images))])
     labels = {f"label_{name}": values for name, values in images.labels.items()}
-    columns: dict[str, Any] = {"names": np.array(names), "features": features.numpy(), **labels}
+    columns: dict[str, Any] = {"names": names, "features": features.numpy(), **labels}
     temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
     try:
         if out.suffix == ".npz":
@@ -75,7 +74,7 @@ def write_features(
     return out
 
 
-def check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
+def _check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
     """Raises a UserError for options that the encoder cannot serve, before images are read."""
     depth = len(encoder.blocks)
     if not 1 <= layers <= depth:
@@ -92,11 +91,8 @@ def _write_parquet(columns: dict[str, Any], path: Path) -> None:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f'{path}: {error}; pip install "stopmim[shards]"') from None
-    features = columns.pop("features")
+    names, features, labels = columns.pop("names").tolist(), columns.pop("features"), columns
     values = pyarrow.array(features.reshape(-1))
-    table = {
-        "name": pyarrow.array(columns.pop("names").tolist()),
-        "feature": pyarrow.FixedSizeListArray.from_arrays(values, features.shape[1]),
-        **{name: pyarrow.array(column) for name, column in columns.items()},
-    }
-    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    vectors = pyarrow.FixedSizeListArray.from_arrays(values, features.shape[1])
+    table = pyarrow.table({"name": names, "feature": vectors, **labels})
+    pyarrow.parquet.write_table(table, path)

@@ -25,6 +25,7 @@ from stopmim.evals.views import TrainView, View
 from stopmim.health.measure import effective_rank
 from stopmim.method.encoder import Encoder, Pool
 
+Device = torch.device | str
 LAYERS = 4  # last blocks that are cached, so that "last" and "last 4" share one extraction
 
 
@@ -51,7 +52,7 @@ def extract(
     layers: int = 1,
     pool: Pool = "mean",
     batch_size: int = 256,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     precision: torch.dtype | None = None,
 ) -> Tensor:
     """Features (N, layers * D) of all `images` in their order, float32 on the CPU.
@@ -131,19 +132,15 @@ def frozen(
     encoder: Encoder,
     images: Images,
     view: View | TrainView,
-    *,
     draw: tuple[int, int] = (0, 0),
-    batch_size: int = 256,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     precision: torch.dtype | None = None,
+    batch_size: int = 256,
 ) -> Tensor:
     """Features (N, L * D) of up to four last blocks, in half precision; the last is ``[:, -D:]``.
 
     Read from the cache if weights, images, view and code are the same. An encoder that is not an
-    `nn.Module` has no weights to hash, and is never cached.
-
-    Args:
-        draw: seed and number of a random view.
+    `nn.Module` has no weights to hash, and is never cached. `draw`: seed and number of a view.
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
     pool: Pool = getattr(encoder, "pool", "mean")
@@ -166,8 +163,7 @@ def frozen(
         precision=precision,
     )
     # After a LayerNorm, features are of order 1. Where its weights are huge they stay float32.
-    half = found.half()
-    found = half if half.isfinite().all() else found
+    found = half if (half := found.half()).isfinite().all() else found
     if key is not None:
         cache.store("features", key, {"features": found})
     return found

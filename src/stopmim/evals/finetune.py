@@ -8,7 +8,6 @@ rate per 256 images. The last epoch counts; the best one on test is the reading 
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.randaugment import rand_augment
 from stopmim.evals.recipes import Tuning
-from stopmim.evals.views import FINETUNE, View
+from stopmim.evals.views import FINETUNE
 from stopmim.method.encoder import EPS, VisionTransformer
 
 
@@ -72,43 +71,43 @@ class _Tuner:
         """Trains for one epoch of `steps` updates."""
         generator = torch_generator("finetune", self.seed, epoch)
         order = torch.randperm(len(y), generator=generator)[: steps * self.recipe.batch_size]
-        parts = order.tensor_split(steps)
-        show = _crops(images, self.view, self.seed, epoch)
+        parts, crop = order.tensor_split(steps), FINETUNE.train.at(self.view.size)
+
+        def show(i: int) -> Tensor:
+            rng = numpy_generator("finetune", self.seed, epoch, i)
+            pixels = crop(read(images, i), rng).permute(1, 2, 0).numpy()
+            return torch.from_numpy(rand_augment(pixels, rng).copy()).permute(2, 0, 1)
+
         shown = batches(show, (part.tolist() for part in parts))
         for i, (part, pixels) in enumerate(zip(parts, shown, strict=True)):
             step = epoch * steps + i
             for group in self.optimizer.param_groups:
                 group["lr"] = group["scale"] * rate(self.recipe, step, steps)
-            loss = self._update(pixels, y[part], step)
-            ticker.update(step + 1, f"loss {loss:.3f}")
-
-    def _update(self, pixels: Tensor, y: Tensor, step: int) -> float:
-        rng = numpy_generator("mix", self.seed, step)
-        x = normalise(pixels.to(self.device))
-        wanted = F.one_hot(y, self.classes).float().to(self.device)
-        x, wanted = mix(erase(x, self.recipe.erase, rng), wanted, self.recipe, rng)
-        logits = self._logits(x, torch_generator("drop", self.seed, step))
-        loss = F.cross_entropy(logits.float(), wanted, label_smoothing=self.recipe.smoothing)
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss.item()
+            rng = numpy_generator("mix", self.seed, step)
+            x = erase(normalise(pixels.to(self.device)), self.recipe.erase, rng)
+            wanted = F.one_hot(y[part], self.classes).float().to(self.device)
+            x, wanted = mix(x, wanted, self.recipe, rng)
+            logits = self._logits(x, torch_generator("drop", self.seed, step))
+            loss = F.cross_entropy(logits.float(), wanted, label_smoothing=self.recipe.smoothing)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            ticker.update(step + 1, f"loss {loss.item():.3f}")
 
     @torch.no_grad()
     def correct(self, images: Images, y: Tensor) -> int:
         """Number of test images that are classified correctly."""
-        rng, right = numpy_generator("test"), 0
-        parts = torch.arange(len(images)).split(256)
-        shown = batches(lambda i: self.view(read(images, i), rng), (p.tolist() for p in parts))
-        for part, pixels in zip(parts, shown, strict=True):
-            logits = self._logits(normalise(pixels.to(self.device)))
-            right += int((logits.argmax(dim=1).cpu() == y[part]).sum())
-        return right
+        parts = (part.tolist() for part in torch.arange(len(images)).split(256))
+        found = [
+            self._logits(normalise(pixels.to(self.device))).argmax(dim=1).cpu()
+            for pixels in batches(lambda i: self.view(read(images, i)), parts)
+        ]
+        return int((torch.cat(found) == y).sum())
 
     def _logits(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         enabled = self.precision is not None
-        with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled):
+        with torch.autocast(self.device.type, self.precision, enabled):
             return self.model(x, generator)
 
 
@@ -172,17 +171,6 @@ def groups(model: Classifier, recipe: Tuning) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _crops(train: Images, view: View, seed: int, epoch: int) -> Callable[[int], Tensor]:
-    crop = FINETUNE.train.at(view.size)
-
-    def show(i: int) -> Tensor:
-        rng = numpy_generator("finetune", seed, epoch, i)
-        pixels = crop(read(train, i), rng).permute(1, 2, 0).numpy()
-        return torch.from_numpy(rand_augment(pixels, rng).copy()).permute(2, 0, 1)
-
-    return show
-
-
 def erase(images: Tensor, chance: float, rng: np.random.Generator) -> Tensor:
     """Replaces 2 % to a third of some images (B, 3, H, W) with noise, in place."""
     height, width = images.shape[-2:]
@@ -207,12 +195,12 @@ def mix(
     As timm's batch mode: one share for the whole batch, the batch in reverse order as partners,
     mixup or cutmix at random.
     """
-    kinds = {"mixup": recipe.mixup, "cutmix": recipe.cutmix}
-    kinds = {kind: alpha for kind, alpha in kinds.items() if alpha}
+    alphas = {"mixup": recipe.mixup, "cutmix": recipe.cutmix}
+    kinds = [kind for kind, alpha in alphas.items() if alpha]
     if not kinds:
         return images, wanted
-    kind = [*kinds][int(rng.integers(len(kinds)))]
-    share, others = float(rng.beta(kinds[kind], kinds[kind])), images.flip(0)
+    kind = kinds[int(rng.integers(len(kinds)))]
+    share, others = float(rng.beta(alphas[kind], alphas[kind])), images.flip(0)
     if kind == "mixup":
         images = images * share + others * (1 - share)
     else:

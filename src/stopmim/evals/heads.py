@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stopmim.base.console import Ticker
 from stopmim.base.random_keys import torch_generator
+from stopmim.evals.features import Device
 from stopmim.evals.recipes import Norm, Recipe
 from stopmim.gpu.cuda_graphs import CudaGraphs
 
@@ -72,7 +73,7 @@ def train_heads(
     split: Split,
     *,
     seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     every_epoch: bool = True,
     tf32: bool = True,
 ) -> Tested:
@@ -130,13 +131,7 @@ class _Group:
     """Heads with the same input, and their optimizer state."""
 
     def __init__(
-        self,
-        heads: list[Head],
-        recipe: Recipe,
-        width: int,
-        classes: int,
-        seed: int,
-        device: torch.device,
+        self, heads: list[Head], recipe: Recipe, width: int, classes: int, seed: int, device: Device
     ) -> None:
         self.heads, self.recipe = heads, recipe
         layers, self.norm = heads[0].layers, heads[0].norm

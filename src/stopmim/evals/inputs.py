@@ -110,10 +110,8 @@ class Inputs:
 
     def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
         """Features (N, L * D) of the last L blocks, cached; `draw` numbers a random view."""
-        seed, device, precision = self.seed, self.device, self.precision
-        return frozen(
-            self.encoder, images, view, draw=(seed, draw), device=device, precision=precision
-        )
+        numbers = self.seed, draw
+        return frozen(self.encoder, images, view, numbers, self.device, self.precision)
 
     @cached_property
     def train_x(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stopmim.base.random_keys import torch_generator
+from stopmim.evals.features import Device
 from stopmim.evals.heads import Head, Split, grid, train_heads
 from stopmim.evals.lowshot import fit_logistic, standardise
 from stopmim.evals.recipes import OWN, Recipe
@@ -59,7 +60,7 @@ def probes(
     readings: Sequence[Reading] = ("held-out",),
     plain: Tensor | None = None,
     seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> list[ChosenHead]:
     """The best head for each of `layers`, once for each of `readings`.
 

@@ -7,7 +7,8 @@ Two of fifteen operations are drawn, each applied with probability 0.5 and a str
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageOps
+from PIL import ImageEnhance as Enhance
 
 from stopmim.data.crops import MEAN
 
@@ -49,7 +50,7 @@ def _solarize_add(picture: Picture, s: float, rng: Draw) -> Picture:
     return picture.point([min(255, v + add) if v < 128 else v for v in range(256)] * 3)
 
 
-def _enhance(kind: Callable[[Picture], ImageEnhance._Enhance]) -> Operation:
+def _enhance(kind: Callable[[Picture], Enhance._Enhance]) -> Operation:
     return lambda picture, s, rng: kind(picture).enhance(max(0.1, 1.0 + _signed(0.9 * s, rng)))
 
 
@@ -62,10 +63,7 @@ ALL: tuple[Operation, ...] = (
     _posterize,
     lambda p, s, rng: ImageOps.solarize(p, 256 - min(256, int(256 * s))),
     _solarize_add,
-    _enhance(ImageEnhance.Color),
-    _enhance(ImageEnhance.Contrast),
-    _enhance(ImageEnhance.Brightness),
-    _enhance(ImageEnhance.Sharpness),
+    *map(_enhance, (Enhance.Color, Enhance.Contrast, Enhance.Brightness, Enhance.Sharpness)),
     lambda p, s, rng: _affine(p, 1, _signed(0.3 * s, rng), 0, 0, 1, 0),  # shear
     lambda p, s, rng: _affine(p, 1, 0, 0, _signed(0.3 * s, rng), 1, 0),
     lambda p, s, rng: _affine(p, 1, 0, _signed(0.45 * s, rng) * p.width, 0, 1, 0),  # translate

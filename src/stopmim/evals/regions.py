@@ -50,10 +50,9 @@ def _pair(mask: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.bool_], NDArray
 
 def _boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Pixels that differ from the one to the right, below, or diagonal; none along the frame."""
-    right, below = mask[:, :-1] ^ mask[:, 1:], mask[:-1] ^ mask[1:]
     found = np.zeros_like(mask)
-    found[:, :-1] |= right
-    found[:-1] |= below
+    found[:, :-1] |= mask[:, :-1] ^ mask[:, 1:]
+    found[:-1] |= mask[:-1] ^ mask[1:]
     found[:-1, :-1] |= mask[:-1, :-1] ^ mask[1:, 1:]
     return found
 
@@ -91,14 +90,13 @@ def sheet(video: Video, found: Sequence[Bytes]) -> Image.Image:
     height = max(1, round(WIDTH * found[0].shape[0] / found[0].shape[1]))
     rows = math.ceil(len(numbers) / COLUMNS)
     whole = Image.new("RGB", (COLUMNS * WIDTH, rows * height), "white")
+    bright = np.minimum(PALETTE.astype(int) * 2, 255)  # DAVIS's colours are dark
     for place, i in enumerate(numbers):
         frame = np.array(Image.fromarray(video.frame(i)).resize((WIDTH, height)))
         ids = np.array(Image.fromarray(found[i]).resize((WIDTH, height), Image.Resampling.NEAREST))
-        colour = np.minimum(PALETTE[ids].astype(int) * 2, 255)  # DAVIS's colours are dark
-        tinted = np.where(ids[..., None] > 0, (1 - TINT) * frame + TINT * colour, frame)
+        tinted = np.where(ids[..., None] > 0, (1 - TINT) * frame + TINT * bright[ids], frame)
         for k in range(1, int(ids.max()) + 1):
-            line = _boundary(ids == k)
-            tinted[line] = np.minimum(PALETTE[k].astype(int) * 2, 255)
+            tinted[_boundary(ids == k)] = bright[k]
         row, column = divmod(place, COLUMNS)
         whole.paste(Image.fromarray(tinted.astype(np.uint8)), (column * WIDTH, row * height))
     return whole

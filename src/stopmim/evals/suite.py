@@ -13,7 +13,7 @@ from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import cache
 from stopmim.evals.inputs import Inputs, open_at, open_pair
-from stopmim.evals.protocols import in_suite
+from stopmim.evals.protocols import SUITE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.request import ImageRequest, Request
 from stopmim.evals.results import Measured, Result
@@ -33,7 +33,7 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     Each result has the number of the untrained encoder beside it, if that is known.
     """
     possible = []
-    for protocol in [kind() for kind in in_suite()] if protocols is None else protocols:
+    for protocol in [kind() for kind in SUITE] if protocols is None else protocols:
         if obstacle := protocol.obstacle(inputs):
             say(f"{protocol.name}: left out, {obstacle}")
         else:

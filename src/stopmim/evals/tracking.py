@@ -29,7 +29,7 @@ from stopmim.base.errors import DataError, NonFiniteError, check_least
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.crops import STD, normalise
 from stopmim.data.videos import Bytes, Video
-from stopmim.evals.features import evaluating
+from stopmim.evals.features import Device, evaluating
 from stopmim.evals.recipes import Propagation
 from stopmim.evals.regions import boundary_f, jaccard, summary, write_masks
 from stopmim.evals.results import Result
@@ -190,17 +190,15 @@ def track(
     videos: Sequence[Video],
     options: Tracking | None = None,
     *,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     out: Path | str | None = None,
     batch_size: int = 4,
 ) -> list[Result]:
     """J&F, J, F, their recall and decay (fractions, over all objects) of `encoder` on `videos`.
 
-    Args:
-        device: to run on.
-        out: folder for the masks found: ``<video>/00000.png`` as the DAVIS evaluation reads them,
-            one picture per video under ``sheets/``, and ``objects.csv``.
-        batch_size: frames at a time; affects the features by no more than rounding.
+    The folder `out` gets the masks found: ``<video>/00000.png`` as the DAVIS evaluation reads them,
+    one picture per video under ``sheets/``, and ``objects.csv``. `batch_size` frames at a time
+    affect the features by no more than rounding.
 
     Raises:
         DataError: no object to track, or no annotation to score by and no `out` for the masks.
@@ -214,10 +212,9 @@ def track(
         for video in videos:
             _check(video, folder)
             found = []
-            for ids in follow(encoder, video, options, device=device, batch_size=batch_size):
+            for ids in follow(encoder, video, options, device, batch_size):
                 found.append(ids)
-                done += 1
-                ticker.update(done, video.name)
+                ticker.update(done := done + 1, video.name)
             if folder is not None:
                 write_masks(folder, video, found)
             scores += score(video, found) if video.annotated else []
@@ -242,12 +239,7 @@ def _check(video: Video, folder: Path | None) -> None:
 
 
 def follow(
-    encoder: Encoder,
-    video: Video,
-    options: Tracking,
-    *,
-    device: torch.device | str = "cpu",
-    batch_size: int = 4,
+    encoder: Encoder, video: Video, options: Tracking, device: Device = "cpu", batch_size: int = 4
 ) -> Iterator[Bytes]:
     """Yields, for every frame of `video`, the object of each pixel, at the size of its mask."""
     mask, patch = video.mask(0), encoder.patch

@@ -41,16 +41,14 @@ class View:
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
             return center_crop(image, self.crop, self.resize, self.mode)
-        height, width = image.shape[:2]
-        short = min(height, width)
-        shape = int(self.resize * height / short), int(self.resize * width / short)
-        return resized(image, *shape, self.mode)
+        short = min(image.shape[:2])
+        height, width = (int(self.resize * side / short) for side in image.shape[:2])
+        return resized(image, height, width, self.mode)
 
     def at(self, size: int) -> Self:
         if isinstance(self.resize, tuple):
-            return replace(
-                self, resize=(_scaled(self.resize[0], size), _scaled(self.resize[1], size))
-            )
+            height, width = (_scaled(side, size) for side in self.resize)
+            return replace(self, resize=(height, width))
         crop = None if self.crop is None else _scaled(self.crop, size)
         return replace(self, resize=_scaled(self.resize, size), crop=crop)
 

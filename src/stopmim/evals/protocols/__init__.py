@@ -14,18 +14,10 @@ from stopmim.evals.protocols.tracking import VideoTracking as VideoTracking
 from stopmim.evals.request import ImageRequest, Request
 
 PROTOCOLS: tuple[type[Protocol], ...] = (Knn, Linear, Lowshot, RankMe, Finetune, VideoTracking)
-
+# Those that leave the encoder frozen, and those of them that say which test images were right.
+SUITE = tuple(kind for kind in PROTOCOLS if kind.in_suite)
+IMAGE_BY_IMAGE = tuple(kind for kind in SUITE if kind.needs == "labels")
 T = TypeVar("T")
-
-
-def in_suite() -> list[type[Protocol]]:
-    """The protocols of the suite: all that leave the encoder frozen."""
-    return [kind for kind in PROTOCOLS if kind.in_suite]
-
-
-def image_by_image() -> list[type[Protocol]]:
-    """The protocols of the suite that say which test images were right."""
-    return [kind for kind in in_suite() if kind.needs == "labels"]
 
 
 def request_for(kinds: Sequence[type[Protocol]]) -> type[Request]:
