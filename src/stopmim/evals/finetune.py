@@ -113,14 +113,9 @@ class _Tuner:
 
 def rate(recipe: Tuning, step: int, steps_per_epoch: int) -> float:
     """Learning rate of the last layers at `step`."""
-    return schedules.warmup_cosine(
-        step,
-        total=recipe.epochs * steps_per_epoch,
-        warmup=round(recipe.warmup_epochs * steps_per_epoch),
-        start=0.0,
-        peak=recipe.lr,
-        final=recipe.final_lr,
-    )
+    total, warmup = recipe.epochs * steps_per_epoch, round(recipe.warmup_epochs * steps_per_epoch)
+    rates = {"start": 0.0, "peak": recipe.lr, "final": recipe.final_lr}
+    return schedules.warmup_cosine(step, total=total, warmup=warmup, **rates)
 
 
 class Classifier(nn.Module):

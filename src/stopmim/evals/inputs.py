@@ -35,8 +35,6 @@ from stopmim.weights.load import load_encoder
 from stopmim.weights.vit import Branch
 
 QUESTIONS = ("count", "distance", "shape")  # labels of scenes; colour is visible in one pixel
-
-
 NO_IMAGES = Arrays(np.empty((0, 1, 1, 3), np.uint8), {}, [], "none")  # for videos alone
 
 
@@ -52,7 +50,7 @@ class Inputs:
     test: Images = NO_IMAGES
     request: ImageRequest = ImageRequest()  # noqa: RUF009
     untrained: bool = False  # this is the encoder before training, measured for comparison
-    _drawn: list[Tensor] = field(default_factory=list, init=False)  # features of random views
+    _drawn: list[Tensor] = field(default_factory=list, init=False, repr=False)  # random views
 
     def __post_init__(self) -> None:
         patch = getattr(self.encoder, "patch", 1)
@@ -166,13 +164,11 @@ def open_encoder(name: str, branch: Branch = "target") -> Encoder:
 
 def open_at(name: str, branch: Branch = "target") -> tuple[Encoder, int | None]:
     """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
-    path = Path(name)
-    if (path / "run.json").exists():
-        path = Run(path).checkpoint  # resolved once: a newer one may appear at any moment
-        name = str(path)
+    if (Path(name) / "run.json").exists():
+        name = str(Run(Path(name)).checkpoint)  # once: a newer one may appear at any moment
     encoder = open_encoder(name, branch)  # verifies the checkpoint
-    step = checkpoint.state(path).get("step") if (path / "manifest.json").exists() else None
-    return encoder, step
+    ours = (Path(name) / "manifest.json").exists()
+    return encoder, checkpoint.state(Path(name)).get("step") if ours else None
 
 
 def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:

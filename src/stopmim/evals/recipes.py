@@ -52,10 +52,8 @@ class Recipe:
             epoch = math.floor(epoch)
         elif epoch < self.warmup:
             return peak * epoch / self.warmup
-        warmup = self.warmup or 0
-        return schedules.cosine(
-            epoch - warmup, total=self.epochs - warmup, start=peak, final=self.final * peak
-        )
+        warmup, final = self.warmup or 0, self.final * peak
+        return schedules.cosine(epoch - warmup, total=self.epochs - warmup, start=peak, final=final)
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,8 @@ class Task:
 
     def heads(self, encoder: "Encoder") -> Recipe:
         """Recipe for `encoder`: VISSL's configs for class tokens also decay batch norm."""
-        return replace(
-            self.recipe, decay_bn=encoder.pool == "cls" and self.recipe.optimizer == "sgd"
-        )
+        decays = encoder.pool == "cls" and self.recipe.optimizer == "sgd"
+        return replace(self.recipe, decay_bn=decays)
 
     def views(self, encoder: "Encoder") -> "Views":
         """Crops that VISSL shows to an encoder of this width, at 224 pixels; see `probe`."""

@@ -14,7 +14,6 @@ from PIL import Image
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
 BOUNDARY = 0.008  # of the diagonal: distance within which two boundaries match
-
 PICTURES, COLUMNS, WIDTH = 12, 4, 240  # per sheet, per row, and pixels of one
 TINT = 0.4  # opacity of an object over the frame
 

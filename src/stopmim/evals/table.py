@@ -69,12 +69,11 @@ def write_pages(
     table = rows(results)
     tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
-    heading = f"# {title.replace(chr(10), ' ')}\n\n"
-    write_whole(folder / "evaluation.md", f"{heading}{markdown(table, RIGHT)}\n")
+    heading = f"# {title.replace(chr(10), ' ')}"
+    write_whole(folder / "evaluation.md", f"{heading}\n\n{markdown(table, RIGHT)}\n")
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
-    page = environment.get_template("table.html")
-    text = page.render(title=title, facts=facts, rows=table, right=RIGHT, css=css)
-    write_whole(folder / "evaluation.html", text)
-    return folder / "evaluation.html"
+    template, path = environment.get_template("table.html"), folder / "evaluation.html"
+    write_whole(path, template.render(title=title, facts=facts, rows=table, right=RIGHT, css=css))
+    return path

@@ -210,7 +210,15 @@ def track(
     total, done = sum(map(len, videos)), 0
     with evaluating(encoder), Ticker("tracking", total) as ticker:
         for video in videos:
-            _check(video, folder)
+            if len(video) < 3:
+                raise DataError(f"{video.name}: {len(video)} frames; first and last are not scored")
+            if not video.mask(0).any():
+                raise DataError(f"{video.name}: no object to track in the first frame")
+            if not video.annotated and folder is None:
+                raise DataError(
+                    f"{video.name}: only its first frame is annotated, so there is nothing to "
+                    "score; use --pictures FOLDER to write the masks found"
+                )
             found = []
             for ids in follow(encoder, video, options, device, batch_size):
                 found.append(ids)
@@ -224,18 +232,6 @@ def track(
             table.writerow(HEADINGS)
             table.writerows([s.video, s.number, *summary(s.j), *summary(s.f)] for s in scores)
     return results(scores) if scores else []
-
-
-def _check(video: Video, folder: Path | None) -> None:
-    if len(video) < 3:
-        raise DataError(f"{video.name}: {len(video)} frames; first and last are not scored")
-    if not video.mask(0).any():
-        raise DataError(f"{video.name}: no object to track in the first frame")
-    if not video.annotated and folder is None:
-        raise DataError(
-            f"{video.name}: only its first frame is annotated, so there is nothing to score; "
-            "use --pictures FOLDER to write the masks found"
-        )
 
 
 def follow(
