@@ -41,10 +41,7 @@ class Comparison:
 
 
 def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Comparison]:
-    """Compares two encoders on the same images by a paired test of B against A.
-
-    By default by all protocols that answer image by image: k-NN, linear, low-shot.
-    """
+    """Compares B with A on the same images by paired tests, by default k-NN, linear, low-shot."""
     protocols = [kind() for kind in IMAGE_BY_IMAGE] if protocols is None else protocols
     theirs = {quantity(m.result): m.correct for m in measure(b, protocols)}
     found = []
@@ -73,10 +70,8 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def bootstrap(only_a: int, only_b: int, n: int, seed: int) -> tuple[float, float]:
-    """95 % bootstrap interval of the difference in accuracy, over pairs of answers.
-
-    Only the number of pairs of each kind matters, and it is multinomial.
-    """
+    """95 % bootstrap interval of the difference in accuracy, over pairs of answers."""
+    # Only the number of pairs of each kind matters, and it is multinomial.
     share = [only_a / n, only_b / n, (n - only_a - only_b) / n]
     drawn = numpy_generator("compare", seed).multinomial(n, share, size=RESAMPLES)
     low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / n, (0.025, 0.975))

@@ -187,8 +187,7 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """Blends every image with another one, or pastes a part of it, and mixes labels alike.
 
-    As timm's batch mode: one share for the whole batch, the batch in reverse order as partners,
-    mixup or cutmix at random.
+    As timm's batch mode: one share for the batch, its reverse as partners, mixup or cutmix.
     """
     alphas = {"mixup": recipe.mixup, "cutmix": recipe.cutmix}
     kinds = [kind for kind, alpha in alphas.items() if alpha]

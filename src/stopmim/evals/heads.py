@@ -28,13 +28,9 @@ CHUNK = 2**25  # logits in memory at a time when testing
 
 
 class Split(NamedTuple):
-    """Features and labels to fit on and to test on.
+    """Features and labels to fit on and to test on; the last n * `width` columns are n blocks."""
 
-    `train` has one or several views of the training images; epoch e uses view e modulo their
-    number. The last n * `width` columns are the last n blocks.
-    """
-
-    train: Sequence[Tensor]  # (N, L * D) each
+    train: Sequence[Tensor]  # (N, L * D) each; epoch e uses view e modulo their number
     y: Tensor  # (N,)
     test: Tensor  # (n, L * D)
     test_y: Tensor  # (n,)

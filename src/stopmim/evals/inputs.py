@@ -133,10 +133,7 @@ class Inputs:
         self, protocol: str, label: str, correct: Tensor | int, selection: Selection, train: int,
         setting: str,
     ) -> Measured:  # fmt: skip
-        """Accuracy on the test images, given which of them (n,), or how many, were right.
-
-        `train` is the number of images fitted to.
-        """
+        """Accuracy, given which test images (n,), or how many, were right; fitted to `train`."""
         n, right = len(self.test), correct if isinstance(correct, int) else int(correct.sum())
         interval = wilson_interval(right, n)
         result = Result("accuracy", protocol, label, right / n, interval, n, selection, self.seed)
@@ -197,10 +194,9 @@ def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
 
 
 def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
-    """Opens the images to fit on and to test on that `request` names.
+    """Images to fit on and to test on; by default scenes that no preset was tuned on.
 
-    Scenes are tested on as many scenes with the next seed. By default, scenes are rendered that no
-    preset was tuned on.
+    Scenes are tested on as many scenes with the next seed.
     """
     data, train, test, share = request.data, request.train, request.test, request.hold_out
     if share is not None and (data is None or not 0 < share < 1):

@@ -64,8 +64,8 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
 def destination(name: str | None, out: Path | None) -> Path | None:
     """File for results: `out`, or results.jsonl in the folder `out` or in the run `name`."""
     if out is None:
-        run = name is not None and (Path(name) / "run.json").exists()
-        return Path(str(name)) / "results.jsonl" if run else None
+        run = Path(name) if name is not None else None
+        return run / "results.jsonl" if run and (run / "run.json").exists() else None
     path = out if out.suffix and not out.is_dir() else out / "results.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +115,6 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
-    """Mean difference of `values` and `baseline` over the seeds that both have.
-
-    Effects that a seed has on both, such as the order of images, cancel.
-    """
+    """Mean difference over the seeds that both have; what a seed does to both cancels."""
     both = sorted(values.keys() & baseline.keys())
     return over_seeds([values[seed] - baseline[seed] for seed in both]) if both else None

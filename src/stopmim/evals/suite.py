@@ -28,10 +28,7 @@ def evaluate(
 
 
 def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Result]:
-    """Results of `protocols`, by default all that leave the encoder frozen.
-
-    Each result has the number of the untrained encoder beside it, if that is known.
-    """
+    """Results of `protocols`, by default SUITE, each beside that of the untrained encoder."""
     possible = []
     for protocol in [kind() for kind in SUITE] if protocols is None else protocols:
         if obstacle := protocol.obstacle(inputs):

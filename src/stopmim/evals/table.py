@@ -62,10 +62,7 @@ def text(table: Sequence[Mapping[str, str]]) -> str:
 def write_pages(
     folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]
 ) -> Path:
-    """Writes evaluation.md, .html and .json to `folder`; returns the path of the HTML page.
-
-    The page is self-contained, light or dark by the reader's preference.
-    """
+    """Writes evaluation.md, .json and a self-contained .html to `folder`; returns the latter."""
     table = rows(results)
     tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))

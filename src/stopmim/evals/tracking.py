@@ -103,11 +103,9 @@ def propagate_each(
 
 
 def _attend(here: Tensor, sources: Tensor, labels: Tensor, options: Propagation) -> Tensor:
-    """Labels (C, h, w) for `here` (h, w, D), from `sources` (M, h, w, D) with (M, C, h, w).
-
-    Works on squares of patches, each against the part of the sources that its windows cover: all
-    pairs would take up to ten times the work, and memory quadratic in the patches.
-    """
+    """Labels (C, h, w) for `here` (h, w, D), from `sources` (M, h, w, D) with (M, C, h, w)."""
+    # By squares of patches, each against the part of the sources that its windows cover: all pairs
+    # would take up to ten times the work, and memory quadratic in the patches.
     height, width, _ = here.shape
     reach = options.neighbourhood or max(height, width)
     found = torch.empty_like(labels[0])
