@@ -34,8 +34,8 @@ health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
-evals.views evals.features evals.recipes evals.feature_files evals.heads
-evals.request evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
+evals.views evals.features evals.recipes evals.feature_files evals.heads evals.request
+evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table
