@@ -9,6 +9,7 @@ Shapes: n sample images, N patches, D width, T numbers of a target, M target blo
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
 from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
+
+Forward = Callable[[MaskedImageModel, Tensor], Tensor]  # of normalised images (n, 3, S, S)
 
 SAMPLE = 128  # images, with two crops each
 CHUNK = {"cpu": 32, "cuda": SAMPLE}  # images at a time: fits a cache, or takes few launches
@@ -90,69 +93,61 @@ class Health:
         """Numbers for a line of metrics.jsonl; docs/analyse.md explains each."""
         if self.sample.views.shape[1] < 2:  # one image does not show how images differ
             return {}
-        first, second = (view.split(self.chunk) for view in self.sample.views)
-        parts = [self._part(model, pixels) for pixels in first]
-        tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*parts, strict=True))
-        if model.target.learned:
-            seen, own = tokens, {}
-            again = torch.cat([self._tokens(model, pixels) for pixels in second])
-        else:  # fixed targets say nothing about the encoder
-            seen, again = (
-                torch.cat([self._features(model, pixels) for pixels in view])
-                for view in (first, second)
-            )
-            own = {"feature_rank": effective_rank(_thinned(seen))}
+        first, second = self.sample.views
+        tokens = self._run(patch_targets, model, first)  # (n, N, T)
+        predicted = self._run(self._predict, model, first, dim=1)  # (M, n, K, T)
+        target = tokens[:, self.sample.masks.targets[:, 0].to(self.device)].transpose(0, 1)
+        # Fixed targets say nothing about the encoder.
+        seen = tokens if model.target.learned else self._run(patch_features, model, first)
+        again = self._run(patch_features, model, second)
+        context = None  # of a few images, if noise is made from it
+        if model.predictor.positions.conditioned:
+            context = self._run(self._context, model, first[: self.chunk])
         return {
             "target_rank": effective_rank(_thinned(tokens)),
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
-            "noise_to_signal": noise_to_signal(model, self._context(model)),
+            "noise_to_signal": noise_to_signal(model, context),
             "neighbours": neighbour_score(seen.mean(1), again.mean(1)),
             **{
                 f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
                 for name, y in self.sample.labels.items()
             },
-            **own,
+            **({} if seen is tokens else {"feature_rank": effective_rank(_thinned(seen))}),
         }
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
+    def _run(self, forward: Forward, model: MaskedImageModel, view: Tensor, dim: int = 0) -> Tensor:
+        """`forward` of all images of a view, in the precision of training, joined along `dim`."""
+        chunks = (normalise(pixels.to(self.device)) for pixels in view.split(self.chunk))
+        with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+            return torch.cat([forward(model, images).float() for images in chunks], dim)
 
-    def _images(self, pixels: Tensor) -> Tensor:
-        return normalise(pixels.to(self.device))
-
-    def _part(self, model: MaskedImageModel, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (n, N, T), and predictions and targets of the masked ones (M, n, K, T)."""
-        images, masks = self._images(pixels), self.sample.masks
-        context = masks.context.to(self.device).expand(len(images), -1)
-        targets = masks.targets.to(self.device).expand(-1, len(images), -1)
-        # Without noise, at the mean position. Only the shapes of the draw are used.
+    def _predict(self, model: MaskedImageModel, images: Tensor) -> Tensor:
+        """Predictions of the masked patches (M, n, K, T), without noise: at the mean position."""
+        context = self.sample.masks.context.to(self.device).expand(len(images), -1)
+        targets = self.sample.masks.targets.to(self.device).expand(-1, len(images), -1)
+        # Only the shapes of the draw are used.
         drawn = model.predictor.draw(context, targets, torch_generator("probe", device=self.device))
-        with self._autocast():
-            predicted = model.predict(images, context, targets, drawn.zeros()).float()
-        tokens = self._tokens(model, pixels)
-        return tokens, predicted, tokens[:, targets[:, 0]].transpose(0, 1)
+        return model.predict(images, context, targets, drawn.zeros())
 
-    def _tokens(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
-        """Targets of every patch, (n, N, T)."""
-        every = torch.arange(model.encoder.side**2, device=self.device)
-        with self._autocast():
-            return model.targets(self._images(pixels), every.expand(1, len(pixels), -1))[0].float()
+    def _context(self, model: MaskedImageModel, images: Tensor) -> Tensor:
+        """Features of context tokens, (n, C, D)."""
+        context = self.sample.masks.context.to(self.device)
+        return model.encoder(images, context.expand(len(images), -1))
 
-    def _features(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
-        """Encoder features of every patch, (n, N, D)."""
-        with self._autocast():
-            return model.encoder(self._images(pixels)).float()
 
-    def _context(self, model: MaskedImageModel) -> Tensor | None:
-        """Features of context tokens (n, C, D) of a few images, if the noise is made from them."""
-        if not model.predictor.positions.conditioned:
-            return None
-        images = self._images(self.sample.views[0, : self.chunk])
-        index = self.sample.masks.context.to(self.device).expand(len(images), -1)
-        with self._autocast():
-            return model.encoder(images, index).float()
+@torch.no_grad()
+def patch_targets(model: MaskedImageModel, images: Tensor) -> Tensor:
+    """Targets at every patch, (n, N, T)."""
+    every = torch.arange(model.encoder.side**2, device=images.device)
+    return model.targets(images, every.expand(1, len(images), -1))[0]
+
+
+@torch.no_grad()
+def patch_features(model: MaskedImageModel, images: Tensor) -> Tensor:
+    """Learned features of every patch, (n, N, D): the targets, unless those are fixed."""
+    return patch_targets(model, images) if model.target.learned else model.encoder(images)
 
 
 # ------------------------------------------------------------------------------ the numbers
