@@ -224,7 +224,7 @@ def test_context_tokens_that_are_all_the_same_make_no_noise_and_no_nan(s: Tensor
 def test_the_similarity_figure_of_conditioned_noise_is_of_an_image(tmp_path: Path) -> None:
     images = NoiseImages()
     run = pretrain(images, tmp_path, tiny(**VARIANTS["conditioned"]), stop_at=1)
-    subject = load(run.path, images, 1)
+    (subject,) = load([run], images, 1)
     found = [of_model(subject.model, 0, context=k * seen(subject)) for k in (1.0, 0.0)]
     assert found[0].strength > 0
     assert found[1].strength == 0  # an image whose tokens are all the same

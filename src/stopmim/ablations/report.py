@@ -344,6 +344,5 @@ def figures(
     }
     if planned.name == "tie":
         runs = [Run(path) for path, t in planned.runs.items() if t.answers() is not None]
-        toys = [collapse.toy(tied=tied) for tied in (True, False)]
-        drawn["collapse"] = collapse.figure(toys, [collapse.of_run(run) for run in runs])
+        drawn["collapse"] = collapse.figure(runs)
     return drawn

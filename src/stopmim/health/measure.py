@@ -100,15 +100,12 @@ class Health:
         # Fixed targets say nothing about the encoder.
         seen = tokens if model.target.learned else self._run(patch_features, model, first)
         again = self._run(patch_features, model, second)
-        context = None  # of a few images, if noise is made from it
-        if model.predictor.positions.conditioned:
-            context = self._run(self._context, model, first[: self.chunk])
         return {
             "target_rank": effective_rank(_thinned(tokens)),
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
-            "noise_to_signal": noise_to_signal(model, context),
+            "noise_to_signal": noise_to_signal(model, self._context(model)),
             "neighbours": neighbour_score(seen.mean(1), again.mean(1)),
             **{
                 f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
@@ -131,10 +128,12 @@ class Health:
         drawn = model.predictor.draw(context, targets, torch_generator("probe", device=self.device))
         return model.predict(images, context, targets, drawn.zeros())
 
-    def _context(self, model: MaskedImageModel, images: Tensor) -> Tensor:
-        """Features of context tokens, (n, C, D)."""
-        context = self.sample.masks.context.to(self.device)
-        return model.encoder(images, context.expand(len(images), -1))
+    def _context(self, model: MaskedImageModel) -> Tensor | None:
+        """Features of context tokens (n, C, D) of a few images, if the noise is made from them."""
+        if not model.predictor.positions.conditioned:
+            return None
+        view, index = self.sample.views[0, : self.chunk], self.sample.masks.context.to(self.device)
+        return self._run(lambda m, x: m.encoder(x, index.expand(len(x), -1)), model, view)
 
 
 @torch.no_grad()

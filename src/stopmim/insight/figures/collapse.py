@@ -6,7 +6,6 @@ exactly: F(A n + psi_j + m~, B x_i) is fitted to y_ij, with A = B (tied) or a fr
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from stopmim.config.schema import resolve
 from stopmim.insight.figures import curves
-from stopmim.insight.figures.pictures import BLOCKS, SERIES, house_style, panels, style_plot
+from stopmim.insight.figures.pictures import COLOURS, SERIES, house_style, panels, style_plot
 from stopmim.method.build import build_positions
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
@@ -23,14 +22,8 @@ from stopmim.runs.run import Run
 SIGMA, SIDE, WIDTH, ENCODER, IMAGES = 0.25, 3, 4, 2, 6
 
 
-class Shrinkage(NamedTuple):
-    name: str
-    step: np.ndarray  # (b,)
-    norm: np.ndarray  # (b,) of A, relative to its start
-
-
-def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
-    """Norm of A during gradient descent on the expected loss of the regression task."""
+def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
+    """Norm of A (steps,), relative to its start, in gradient descent on the expected loss."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -70,28 +63,25 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> Shrinkage:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    relative = np.array(norms) / norms[0]
-    return Shrinkage("tied, A = B" if tied else "free A", np.arange(steps), relative)
-
-
-def of_run(run: Run) -> Shrinkage:
-    """The norm of the matrix that carries the noise of a run, over its steps."""
-    c = curves.curve(run.metrics, "norm_A")
-    name = f"{run.path.resolve().name}\n{build_positions(resolve(run.config)).describe()}"
-    return Shrinkage(name, c.step, c.mean / (c.mean[0] if len(c.mean) else 1.0))
+    return np.array(norms) / norms[0]
 
 
 @house_style()
-def figure(toys: Sequence[Shrinkage], runs: Sequence[Shrinkage]) -> Figure:
-    """The toy task on the left; the runs, if there are any, on the right."""
-    shown = [("the proposition's regression task", toys)]
-    shown += [("norm of A in training", runs)] if runs else []
-    picture, grid = panels(1, len(shown), (3.3 * len(shown), 2.5))
-    for axes, (title, lines) in zip(grid[0], shown, strict=True):
-        for colour, line in zip((*SERIES, *BLOCKS), lines, strict=False):
-            axes.plot(line.step, line.norm, color=colour, linewidth=1.8, label=line.name)
+def figure(runs: Sequence[Run]) -> Figure:
+    """The toy task on the left; the matrix with the noise of runs, if any, on the right."""
+    columns = 2 if runs else 1
+    picture, (grid,) = panels(1, columns, (3.3 * columns, 2.5))
+    for colour, name, tied in zip(SERIES, ("tied, A = B", "free A"), (True, False), strict=True):
+        grid[0].plot(toy(tied=tied), color=colour, linewidth=1.8, label=name)
+    for colour, run in zip(COLOURS, runs, strict=False):
+        c = curves.curve(run.metrics, "norm_A")
+        name = f"{run.path.resolve().name}\n{build_positions(resolve(run.config)).describe()}"
+        relative = c.mean / (c.mean[0] if len(c.mean) else 1.0)
+        grid[1].plot(c.step, relative, color=colour, linewidth=1.8, label=name)
+    titles = ("the proposition's regression task", "norm of A in training")
+    for axes, title, size in zip(grid, titles, (None, 7), strict=False):
         style_plot(axes, title, "step")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, loc="best", fontsize=7 if lines is runs else None)
-    grid[0, 0].set_ylabel("norm of A, relative to its start")
+        axes.legend(frameon=False, loc="best", fontsize=size)
+    grid[0].set_ylabel("norm of A, relative to its start")
     return picture

@@ -4,12 +4,14 @@ Shapes: n logged steps, b points of a curve.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from stopmim.config.schema import parse_yaml
 from stopmim.health.log import Logged, measurements, number
 from stopmim.insight.figures.pictures import SERIES, house_style, style_plot
 
@@ -19,52 +21,13 @@ SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA momentum of 
 
 class Panel(NamedTuple):
     title: str
-    series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, name in the legend
+    series: dict[str, str]  # key in metrics.jsonl -> name in the legend
     about: str
     low: float | None = None  # lower values are shown as this
 
 
-PANELS = (
-    Panel(
-        "Loss",
-        (("loss", "loss"),),
-        "between predictions and targets; smooth L1 for features, squared error for pixels",
-    ),
-    Panel(
-        "Spread of the features",
-        (("target_std", "targets"), ("predicted_std", "predictions")),
-        "standard deviation over patches; if that of the targets falls to 0, they have collapsed",
-    ),
-    Panel(
-        "Effective rank of the targets",
-        (("target_rank", "rank"),),
-        "how many directions they fill (RankMe); towards 1 is collapse",
-    ),
-    Panel(
-        "Effective rank of the features",
-        (("feature_rank", "rank"),),
-        "how many directions features of whole images fill (RankMe), if the targets are fixed",
-    ),
-    Panel(
-        "Decided by the image",
-        (("target_image_share", "targets"), ("predicted_image_share", "predictions")),
-        "share of the variance that the position of a patch does not explain; 0 is a shortcut",
-    ),
-    Panel(
-        "Skill",
-        (("skill", "skill"),),
-        "share of what images decide about the targets that is predicted; cut at -1",
-        low=-1.0,
-    ),
-    Panel("Gradient norm", (("grad_norm", "norm"),), "of encoder and predictor, before clipping"),
-    Panel(
-        "Norms of A and the mask token",
-        (("norm_A", "|A|"), ("norm_mask_token", "|m~|")),
-        "with StoP, A carries the noise of the positions; if it shrinks, so does the uncertainty",
-    ),
-    Panel("Learning rate", (("lr", "rate"),), "of AdamW, for all parameters"),
-    Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 stops it"),
-)
+_FILE = Path(__file__).with_name("panels.yaml")
+PANELS = [Panel(**panel) for panel in parse_yaml(_FILE.read_text("ascii"), str(_FILE))]
 
 
 class Curve(NamedTuple):

@@ -7,38 +7,33 @@ Shapes: n images, M target blocks of K patches, N = side * side patches, T numbe
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
+from stopmim.health.measure import patch_targets
 from stopmim.insight.figures import pictures
 from stopmim.insight.figures.pictures import Preview, house_style
-from stopmim.insight.figures.subject import Subject, indices, pixels, tokens
+from stopmim.insight.figures.subject import Subject, indices, pixels
+from stopmim.method.model import MaskedImageModel
 
 TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map is almost flat
 
 
-class Prediction(NamedTuple):
-    name: str
-    views: list[Preview]
-    cosine: list[np.ndarray]  # per image (M * K, N): one row per hidden patch, block by block
-    patches: list[np.ndarray]  # per image (M * K,): the patch number of each row
-
-
 @torch.no_grad()
-def predict(subject: Subject) -> Prediction:
-    """Cosine of every prediction with every target of its image, without noise."""
-    model, views = subject.model.eval(), subject.views
+def predict(model: MaskedImageModel, views: list[Preview]) -> np.ndarray:
+    """Cosine of every prediction with every target of its image, without noise: (n, M * K, N).
+
+    The hidden patches are in the order of `view.targets`, block by block.
+    """
+    model.eval()
     images, (context, targets) = pixels(views), indices(views)
     noise = model.predictor.draw(context, targets, torch.Generator()).zeros()
     predicted = F.normalize(model.predict(images, context, targets, noise), dim=-1)  # (M, n, K, T)
-    found = F.normalize(tokens(model, images), dim=-1)  # (n, N, T)
-    cosine = torch.einsum("mnkd,npd->nmkp", predicted, found).flatten(1, 2)  # (n, M * K, N)
-    order = targets.transpose(0, 1).flatten(1)  # (n, M * K)
-    return Prediction(subject.name, views, list(cosine.numpy()), list(order.numpy()))
+    found = F.normalize(patch_targets(model, images), dim=-1)  # (n, N, T)
+    return torch.einsum("mnkd,npd->nmkp", predicted, found).flatten(1, 2).numpy()
 
 
 def heat(cosine: np.ndarray) -> np.ndarray:
@@ -54,26 +49,26 @@ def central(patches: np.ndarray, side: int) -> int:
 
 
 @house_style()
-def figure(predictions: Sequence[Prediction], rows: int = 4) -> Figure:
+def figure(subjects: Sequence[Subject], rows: int = 4) -> Figure:
     """One row per image: the visible part, then the heat map of one hidden patch for every run."""
-    rows, columns = min(rows, len(predictions[0].views)), len(predictions)
-    size = 1.9 * (columns + 1) + 0.8, 1.9 * rows + 0.3
-    picture, grid = pictures.panels(rows, columns + 1, size)
+    views, columns = subjects[0].views, len(subjects) + 1
+    cosines = [predict(subject.model, views) for subject in subjects]
+    rows = min(rows, len(views))
+    picture, grid = pictures.panels(rows, columns, (1.9 * columns + 0.8, 1.9 * rows + 0.3))
     pictures.style_images(grid)
-    for r in range(rows):
-        view, patches = predictions[0].views[r], predictions[0].patches[r]
-        side, row = view.side, central(patches, view.side)
-        extent = (0, side, side, 0)
+    for r, view in enumerate(views[:rows]):
+        side, patches = view.side, view.targets.ravel()
+        row, extent = central(patches, side), (0, side, side, 0)
         grid[r, 0].imshow(pictures.faded(view.image, view.context, side), extent=extent)
-        for c, prediction in enumerate(predictions, 1):
-            hot = heat(prediction.cosine[r][row]).reshape(side, side)
-            grid[r, c].imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
-            shown = grid[r, c].imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
-            if r == 0:
-                grid[r, c].set_title(prediction.name, size=9)
+        for axes, cosine in zip(grid[r, 1:], cosines, strict=True):
+            hot = heat(cosine[r, row]).reshape(side, side)
+            axes.imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
+            shown = axes.imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
         for axes in grid[r]:
             pictures.mark_patch(axes, int(patches[row]), side)
-    grid[0, 0].set_title("seen; hidden patch", size=9)
+    titles = ["seen; hidden patch", *(subject.name for subject in subjects)]
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, size=9)
     bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)

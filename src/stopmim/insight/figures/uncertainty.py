@@ -3,32 +3,30 @@
 Shapes: n images, N = side * side patches, R masks, S draws, M target blocks of K patches.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 
 from stopmim.base.random_keys import torch_generator
+from stopmim.health.measure import patch_targets
 from stopmim.insight.figures import pictures
-from stopmim.insight.figures.pictures import Preview, house_style
-from stopmim.insight.figures.subject import Subject, pixels, tokens
+from stopmim.insight.figures.pictures import house_style
+from stopmim.insight.figures.subject import Subject, pixels
 from stopmim.method.build import draw_masks
 
 
-class Uncertainty(NamedTuple):
-    views: list[Preview]
-    error: np.ndarray  # (n, side, side) mean squared error per component, over masks and draws
-    variance: np.ndarray  # (n, side, side) of the prediction over the draws
-    times: np.ndarray  # (n, side, side) how often the patch was predicted; if never, both are nan
-
-
 @torch.no_grad()
-def uncertainty(subject: Subject, masks: int = 24, draws: int = 4) -> Uncertainty:
-    """Error of the predictions and their variance over noise draws, patch by patch."""
+def uncertainty(
+    subject: Subject, masks: int = 24, draws: int = 4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Error, variance and number of the predictions, patch by patch: (n, side, side) each.
+
+    The error is the mean squared one per component, over masks and draws; the variance is that
+    over draws. Both are nan where a patch was never predicted.
+    """
     model, views = subject.model.eval(), subject.views
     images, n, side = pixels(views), len(views), views[0].side
-    found = tokens(model, images)  # (n, N, T)
+    found = patch_targets(model, images)  # (n, N, T)
     sums = torch.zeros(3, n, side * side)  # error, variance, count
     for r in range(masks):
         (drawn,) = draw_masks(subject.config, r, [slice(0, n)], torch.device("cpu"))
@@ -47,18 +45,18 @@ def uncertainty(subject: Subject, masks: int = 24, draws: int = 4) -> Uncertaint
                 total.scatter_add_(1, index, value)
     error, variance, count = (x.reshape(n, side, side).numpy() for x in sums)
     often = np.where(count > 0, count, np.nan)
-    return Uncertainty(views, error / often, variance / often, count)
+    return error / often, variance / often, count
 
 
 @house_style()
-def figure(found: Uncertainty, rows: int = 4) -> Figure:
+def figure(subject: Subject, rows: int = 4) -> Figure:
     """One row per image: the image, the error, the variance over noise; one scale per column."""
-    rows = min(rows, len(found.views))
+    rows = min(rows, len(subject.views))
     picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
     pictures.style_images(grid)
-    for axes, view in zip(grid[:, 0], found.views, strict=False):
+    for axes, view in zip(grid[:, 0], subject.views, strict=False):
         axes.imshow(view.image)
-    for column, maps in zip(grid.T[1:], (found.error, found.variance), strict=True):
+    for column, maps in zip(grid.T[1:], uncertainty(subject)[:2], strict=True):
         high = float(np.nanmax(maps[:rows])) or 1.0
         for axes, values in zip(column, maps, strict=False):
             axes.set_facecolor(pictures.RULE)  # seen where a patch was never predicted
