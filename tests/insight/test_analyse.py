@@ -19,7 +19,7 @@ from stopmim.data.subset import Subset
 from stopmim.health.measure import patch_targets
 from stopmim.insight import analyse as analysis
 from stopmim.insight.analyse import What, analyse
-from stopmim.insight.figures import collapse, masks, norms, pca, prediction, smoothing, uncertainty
+from stopmim.insight.figures import masks, norms, pca, prediction, theory, uncertainty
 from stopmim.insight.figures.pictures import Preview
 from stopmim.insight.figures.subject import Subject, indices, load, pixels
 from stopmim.method.build import configure
@@ -136,20 +136,20 @@ def test_sigma_against_norms_has_the_last_norms_of_every_run(run: Run, certain: 
 
 
 def test_a_free_matrix_shrinks_and_a_tied_one_does_not() -> None:
-    tied, free = (collapse.toy(tied=tied, steps=400) for tied in (True, False))
+    tied, free = (theory.toy(tied=tied, steps=400) for tied in (True, False))
     assert tied[-1] > 0.5
     assert free[-1] < 0.1
     assert free[0] == tied[0] == 1
 
 
 def test_the_best_prediction_is_smoother_with_more_noise() -> None:
-    lines = [line.get_ydata() for line in smoothing.figure().axes[0].lines]
+    lines = [line.get_ydata() for line in theory.smoothing().axes[0].lines]
     rough = [np.abs(np.diff(line)).sum() for line in lines]
     assert len(rough) == 4
     assert rough == sorted(rough, reverse=True)
     # A sine of angular frequency w shrinks by exp(-w^2 v / 2), away from edges.
     x = np.linspace(0, 20, 2001)
-    best = smoothing.posterior_mean(np.array([10.0]), x, np.sin(3 * x), 0.05)
+    best = theory.posterior_mean(np.array([10.0]), x, np.sin(3 * x), 0.05)
     assert best[0] == pytest.approx(np.exp(-9 * 0.05 / 2) * np.sin(30), abs=1e-3)
 
 

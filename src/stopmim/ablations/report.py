@@ -24,7 +24,7 @@ from stopmim.config.architectures import printed
 from stopmim.evals.protocols.tracking import TRACKED
 from stopmim.evals.statistics import Estimate, over_seeds, paired
 from stopmim.insight.analyse import DPI
-from stopmim.insight.figures import collapse, pictures, sweep
+from stopmim.insight.figures import pictures, sweep, theory
 from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
@@ -344,5 +344,5 @@ def figures(
     }
     if planned.name == "tie":
         runs = [Run(path) for path, t in planned.runs.items() if t.answers() is not None]
-        drawn["collapse"] = collapse.figure(runs)
+        drawn["collapse"] = theory.collapse(runs)
     return drawn

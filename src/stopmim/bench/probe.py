@@ -48,12 +48,10 @@ def bench_probe(
         samples: of the heads; default: 100,000 x 768 with 1,000 classes on a GPU, else n x d.
         out: a folder for a dated Markdown file with the lines.
     """
-    lines = low_shot(n, d, classes)
+    lines, device = low_shot(n, d, classes), torch.device("cpu")
     if torch.cuda.is_available():
-        lines += heads(samples or 100_000, 768, 1000, torch.device("cuda"))
-    else:
-        lines += heads(samples or n, d, classes, torch.device("cpu"))
-    return record_lines(lines, out, "probe")
+        n, d, classes, device = 100_000, 768, 1000, torch.device("cuda")
+    return record_lines(lines + heads(samples or n, d, classes, device), out, "probe")
 
 
 def low_shot(n: int, d: int, classes: int) -> list[dict[str, Any]]:
@@ -93,12 +91,10 @@ def heads(n: int, d: int, classes: int, device: torch.device) -> list[dict[str, 
     train, test = x[:n].to(device), x[n:].to(device)
     lines = []
     for tf32 in (True, False) if device.type == "cuda" else (False,):
-        seconds, found = _timed(
-            partial(
-                train_heads, grid(GRID, (1,)), GRID, Split([train], y[:n], test, y[n:], d),
-                device=device, tf32=tf32,
-            )
-        )  # fmt: skip
+        begin = time.perf_counter()
+        split = Split([train], y[:n], test, y[n:], d)
+        found = train_heads(grid(GRID, (1,)), GRID, split, device=device, tf32=tf32)
+        seconds = time.perf_counter() - begin
         accuracy = found.correct[-1].double() / len(test)
         line = {"bench": "heads", "heads": 12, "epochs": GRID.epochs, "tf32": tf32}
         line |= {"seconds": round(seconds, 3), "accuracy": [round(a, 4) for a in accuracy.tolist()]}

@@ -12,16 +12,7 @@ from matplotlib.figure import Figure
 from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
-from stopmim.insight.figures import (
-    collapse,
-    masks,
-    norms,
-    pca,
-    prediction,
-    similarity,
-    smoothing,
-    uncertainty,
-)
+from stopmim.insight.figures import masks, norms, pca, prediction, similarity, theory, uncertainty
 from stopmim.insight.figures.subject import images_of, load, views
 from stopmim.runs.run import Run
 
@@ -81,9 +72,9 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
         case "prediction":
             return prediction.figure(load(runs, images, IMAGES))
         case "collapse":
-            return collapse.figure(runs)
+            return theory.collapse(runs)
         case "smoothing":
-            return smoothing.figure()
+            return theory.smoothing()
         case "pca":
             return pca.figure(load(runs, images, 2 * IMAGES))
         case "masks":

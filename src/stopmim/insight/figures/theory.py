@@ -1,7 +1,12 @@
-"""Why A is tied: a matrix that carries only noise shrinks to zero.
+"""The two propositions of the paper, in small: why A is tied, and why predictions get smoother.
 
-The regression task of the paper's proposition, small enough to take the expectation over the noise
-exactly: F(A n + psi_j + m~, B x_i) is fitted to y_ij, with A = B (tied) or a free A.
+The regression task of the first is small enough to take the expectation over the noise exactly:
+F(A n + psi_j + m~, B x_i) is fitted to y_ij, with A = B (tied) or a free A. A matrix that carries
+only noise shrinks to zero.
+
+The second is drawn in one dimension: Y depends on the position X, and only R = X + noise is known.
+The best prediction E[Y | R = r] is the mean of E[Y | X = x] over all x that r may stand for: a
+convolution with a Gaussian, if all positions are equally likely.
 """
 
 import math
@@ -14,12 +19,18 @@ from torch import Tensor, nn
 
 from stopmim.config.schema import resolve
 from stopmim.insight.figures import curves
-from stopmim.insight.figures.pictures import COLOURS, SERIES, house_style, panels, style_plot
+from stopmim.insight.figures.pictures import COLOURS, INK, SERIES, house_style, panels, style_plot
 from stopmim.method.build import build_positions
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
 
 SIGMA, SIDE, WIDTH, ENCODER, IMAGES = 0.25, 3, 4, 2, 6
+LENGTH = 10.0
+PLACES = np.linspace(0.0, LENGTH, 800)
+# E[Y | X = place], the function to predict: fine detail on the left, an edge on the right.
+EDGE = np.where(PLACES < 0.75 * LENGTH, -1.0, 1.0)
+CLEAN = np.where(PLACES < LENGTH / 2, np.sin(3 * PLACES), EDGE)
+VARIANCES = {0.05: (SERIES[0], "-"), 0.25: (SERIES[1], "-"), 1.0: ("#009e73", "--")}
 
 
 def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
@@ -67,7 +78,7 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
 
 
 @house_style()
-def figure(runs: Sequence[Run]) -> Figure:
+def collapse(runs: Sequence[Run]) -> Figure:
     """The toy task on the left; the matrix with the noise of runs, if any, on the right."""
     columns = 2 if runs else 1
     picture, (grid,) = panels(1, columns, (3.3 * columns, 2.5))
@@ -84,4 +95,26 @@ def figure(runs: Sequence[Run]) -> Figure:
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, loc="best", fontsize=size)
     grid[0].set_ylabel("norm of A, relative to its start")
+    return picture
+
+
+def posterior_mean(r: np.ndarray, x: np.ndarray, y: np.ndarray, variance: float) -> np.ndarray:
+    """E[Y | R = r] by Bayes' rule, for equally likely positions `x`."""
+    joint = np.exp(-np.square(r[:, None] - x) / (2 * variance))  # (r, x)
+    return joint @ y / joint.sum(axis=1)
+
+
+@house_style()
+def smoothing() -> Figure:
+    """The function to predict, and its best predictions under more and more noise."""
+    picture, ((axes,),) = panels(1, 1, (6.4, 2.6))
+    axes.plot(PLACES, CLEAN, color=INK, linewidth=1.0, label="exact position")
+    for variance, (colour, dash) in VARIANCES.items():
+        best = posterior_mean(PLACES, PLACES, CLEAN, variance)
+        label = f"noise of std {math.sqrt(variance):.2g}"
+        axes.plot(PLACES, best, color=colour, linewidth=1.8, linestyle=dash, label=label)
+    style_plot(axes, x="position")
+    axes.set_ylabel("best prediction")
+    axes.margins(x=0)
+    picture.legend(frameon=False, ncols=4, loc="outside upper center")
     return picture
