@@ -41,8 +41,8 @@ evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite eval
 evals.table evals.command
 insight insight.figures insight.report insight.figures.pictures insight.report.results
 insight.figures.curves insight.figures.masks insight.figures.subject
-insight.figures.sweep insight.figures.theory insight.figures.norms insight.figures.pca
-insight.figures.prediction insight.figures.similarity insight.figures.uncertainty insight.analyse
+insight.figures.sweep insight.figures.theory insight.figures.pca
+insight.figures.prediction insight.figures.similarity insight.analyse
 insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run

@@ -19,7 +19,6 @@ from stopmim.health.doctor import Watch, diagnose, examine
 from stopmim.health.measure import (
     Health,
     effective_rank,
-    health_sample,
     label_agreement,
     neighbour_score,
 )
@@ -40,7 +39,7 @@ def planted(name: str) -> list[dict[str, Any]]:
 
 def measured(model: MaskedImageModel, **changes: Any) -> dict[str, float]:
     config = configure(tiny(**changes))
-    return Health(health_sample(Scenes(64, size=24), config), torch.device("cpu")).measure(model)
+    return Health(Scenes(64, size=24), config, torch.device("cpu")).measure(model)
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +236,7 @@ def test_a_run_is_the_same_whether_it_is_measured_or_not(tmp_path: Path) -> None
 
 def measured_of(run: Run, step: int) -> dict[str, float]:
     assert step == 0
-    return Health(health_sample(NoiseImages(), run.config), torch.device("cpu")).measure(
-        build(run.config)
-    )
+    return Health(NoiseImages(), run.config, torch.device("cpu")).measure(build(run.config))
 
 
 def test_of_a_single_image_nothing_is_measured_rather_than_what_is_no_number(

@@ -19,7 +19,7 @@ from stopmim.data.subset import Subset
 from stopmim.health.measure import patch_targets
 from stopmim.insight import analyse as analysis
 from stopmim.insight.analyse import What, analyse
-from stopmim.insight.figures import masks, norms, pca, prediction, theory, uncertainty
+from stopmim.insight.figures import curves, masks, pca, prediction, theory
 from stopmim.insight.figures.pictures import Preview
 from stopmim.insight.figures.subject import Subject, indices, load, pixels
 from stopmim.method.build import configure
@@ -126,7 +126,7 @@ def test_a_feature_that_is_only_in_one_place_is_hottest_there() -> None:
 
 
 def test_sigma_against_norms_has_the_last_norms_of_every_run(run: Run, certain: Run) -> None:
-    against, over = norms.figure([run, certain]), norms.figure([run])
+    against, over = curves.norms([run, certain]), curves.norms([run])
     for axes, key in zip(against.axes, ("norm_A", "norm_mask_token"), strict=True):
         (line,) = axes.lines
         want = [(0.0, certain.metrics[-1][key]), (0.25, run.metrics[-1][key])]
@@ -177,16 +177,16 @@ def test_the_preview_of_masks_counts_every_patch() -> None:
 def test_uncertainty_is_zero_without_noise_and_grows_with_it(
     subject: Subject, certain: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error, noisy, times = uncertainty.uncertainty(subject, masks=6, draws=4)
+    error, noisy, times = prediction.uncertainty(subject, masks=6, draws=4)
     (without,) = load([certain], None, 4)
-    _, calm, _ = uncertainty.uncertainty(without, masks=6, draws=4)
+    _, calm, _ = prediction.uncertainty(without, masks=6, draws=4)
     known = times > 0
     assert known.mean() > 0.8
     assert np.nanmax(calm) < 1e-10
     assert np.nanmean(noisy) > 1e-6
     assert np.isnan(error[~known]).all()
     monkeypatch.setattr(subject.model.predictor.positions, "sigma", 16 * 0.25)
-    _, loud, _ = uncertainty.uncertainty(subject, masks=6, draws=4)
+    _, loud, _ = prediction.uncertainty(subject, masks=6, draws=4)
     assert np.nanmean(loud) > 4 * np.nanmean(noisy)
 
 
@@ -200,7 +200,7 @@ def test_the_error_of_a_perfect_prediction_would_be_zero(
         return torch.stack([found[rows, block] for block in targets])
 
     monkeypatch.setattr(subject.model.predictor, "forward", truth)
-    error, _, _ = uncertainty.uncertainty(subject, masks=3, draws=2)
+    error, _, _ = prediction.uncertainty(subject, masks=3, draws=2)
     assert np.nanmax(error) < 1e-10
 
 

@@ -14,7 +14,7 @@ from stopmim import load_model, pretrain
 from stopmim.base.errors import UserError
 from stopmim.data.order import shares
 from stopmim.data.sources.scenes import Scenes
-from stopmim.health.measure import Health, health_sample, noise_to_signal
+from stopmim.health.measure import Health, noise_to_signal
 from stopmim.insight.figures.similarity import of_model, seen
 from stopmim.insight.figures.subject import load
 from stopmim.method import masks as masking
@@ -429,7 +429,7 @@ def test_noise_to_signal_is_the_power_that_the_draws_have(name: str) -> None:
     predictor, positions = model.predictor, model.predictor.positions
     with torch.no_grad():
         predictor.predictor_embed.weight.mul_(10)
-    health = Health(health_sample(Scenes(32, size=24), config), CPU)
+    health = Health(Scenes(32, size=24), config, CPU)
     s = health._context(model)
     assert (s is None) == (name != "conditioned")
     images = 32 if s is None else len(s)

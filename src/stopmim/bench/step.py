@@ -63,15 +63,10 @@ def bench_step(
     rounds: int = 10,
     out: Path | None = None,
 ) -> str:
-    """Times one training step; returns JSON lines.
+    """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
 
-    Args:
-        masks: "published" has the token counts of the released masks, "own" the likeliest shape
-            of this config.
-        twin: also times the sine-cosine twin of a StoP config, and gives the ratios.
-        profile: adds the time of a step kernel by kernel.
-        rounds: how often each variant is timed, in turn.
-        out: folder for a dated Markdown file with the lines.
+    "published" masks have the token counts of the released ones, "own" masks the likeliest shape
+    of this config. With `profile`, the time of a step kernel by kernel is added.
     """
     base = _usual(preset, changes)
     device, variants = choose_device(base.runtime.device), {base.positions.kind: base}

@@ -18,7 +18,7 @@ from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig
 from stopmim.data.sources.open import open_images
 from stopmim.health.log import Logged, measurements
-from stopmim.health.measure import Health, health_sample
+from stopmim.health.measure import Health
 from stopmim.health.reference import find_reference, training_share
 from stopmim.health.rules import EXIT_CODES, Signs, Verdict, fixed_targets, judge
 from stopmim.method.encoder import INITIALISERS
@@ -149,10 +149,8 @@ class Watch:
 def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     """The verdict on a run directory from its log; with `data`, on weights measured now.
 
-    Args:
-        path: a run directory; with `data` also a checkpoint, ours or a released one of StoP or
-            I-JEPA.
-        data: images to measure on, as `stopmim.data.open_images` takes them.
+    `data` are images as `stopmim.data.open_images` takes them. With them, `path` may also be a
+    checkpoint, ours or a released one of StoP or I-JEPA.
     """
     path = Path(path)
     if data is not None:
@@ -182,7 +180,7 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
         patch, side = model.encoder.patch, model.encoder.side
         masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
         config = Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks)
-    health = Health(health_sample(open_images(data), config), torch.device("cpu"))
+    health = Health(open_images(data), config, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         now = health.measure(model) | {"step": step or 0}

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
-from stopmim.insight.figures import masks, norms, pca, prediction, similarity, theory, uncertainty
+from stopmim.insight.figures import curves, masks, pca, prediction, similarity, theory
 from stopmim.insight.figures.subject import images_of, load, views
 from stopmim.runs.run import Run
 
@@ -63,14 +63,14 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
     """Draws the figure of one analysis."""
     match what:
         case "noise":
-            return norms.figure(runs)
+            return curves.norms(runs)
         case "similarity":
             model, seed, context = runs[0].model(), runs[0].config.seed, None
             if model.predictor.positions.conditioned:
                 context = similarity.seen(load(runs[:1], images, 1)[0])
             return similarity.figure(similarity.of_model(model, seed, context=context))
         case "prediction":
-            return prediction.figure(load(runs, images, IMAGES))
+            return prediction.heat_maps(load(runs, images, IMAGES))
         case "collapse":
             return theory.collapse(runs)
         case "smoothing":
@@ -80,6 +80,6 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
         case "masks":
             return masks.figure(views(runs[0], images, IMAGES), runs[0].config)
         case "uncertainty":
-            return uncertainty.figure(load(runs[:1], images, IMAGES)[0])
+            return prediction.uncertainty_maps(load(runs[:1], images, IMAGES)[0])
         case unknown:
             assert_never(unknown)

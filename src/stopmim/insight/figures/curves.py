@@ -1,9 +1,7 @@
-"""The log of a run as curves over the steps, and small figures of them.
-
-Shapes: n logged steps, b points of a curve.
-"""
+"""The log of a run as curves over the steps, of b points each, and small figures of them."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +9,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from stopmim.base.errors import UserError
 from stopmim.config.schema import parse_yaml
 from stopmim.health.log import Logged, measurements, number
-from stopmim.insight.figures.pictures import SERIES, house_style, style_plot
+from stopmim.insight.figures.pictures import COLOURS, SERIES, house_style, panels, style_plot
+from stopmim.runs.run import Run
 
 POINTS = 240  # per curve: more cannot be seen, and would make the page of a long run many MB
+NORMS = {"norm_A": "norm of A", "norm_mask_token": "norm of the mask token"}
 SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA momentum of I-JEPA fills it
 
 
@@ -86,4 +87,32 @@ def figure(curves: Sequence[Curve]) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     style_plot(axes, x="step")
     axes.margins(x=0.02)
+    return picture
+
+
+@house_style()
+def norms(runs: Sequence[Run]) -> Figure:
+    """The last norms over sigma if the runs differ in it, else the norms over the steps.
+
+    With sigma the paper sees A shrink and the mask token grow.
+    """
+    sigmas = [run.config.positions.sigma or 0.0 for run in runs]  # 0: certain positions
+    picture, grid = panels(1, 2, (6.4, 2.5))
+    for axes, (key, label) in zip(grid[0], NORMS.items(), strict=True):
+        found = [curve(run.metrics, key) for run in runs]
+        for run, c in zip(runs, found, strict=True):
+            if not len(c.step):
+                raise UserError(f"{run.path}: metrics.jsonl has no norms of A and the mask token")
+        if len(set(sigmas)) > 1:
+            last = sorted(zip(sigmas, (c.mean[-1] for c in found), strict=True), key=itemgetter(0))
+            axes.plot(
+                *zip(*last, strict=True), color=SERIES[0], marker="o", linewidth=1.6, clip_on=False
+            )
+            style_plot(axes, label, "sigma, the variance of the noise")
+            continue
+        for colour, run, c in zip(COLOURS, runs, found, strict=False):
+            axes.plot(c.step, c.mean, color=colour, linewidth=1.6, label=run.path.resolve().name)
+        style_plot(axes, label, "step")
+        if key == "norm_A" and len(runs) > 1:
+            axes.legend(frameon=False)
     return picture

@@ -134,10 +134,7 @@ class Preview(NamedTuple):
 
 
 def previews(images: Images, config: Config, step: int, count: int) -> list[Preview]:
-    """The first images of the batch of `step`, cropped and masked as the run does on a CPU.
-
-    Unreadable images are left out.
-    """
+    """The first readable images of the batch of `step`, cropped and masked as on a CPU."""
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
     keys = next(batch_keys(images, config, step, shares=[part], steps_per_epoch=per_epoch))

@@ -1,8 +1,6 @@
 """Data for the script of the page, as JSON: curves, predictions and positions to explore.
 
 Maps are bytes, 0 to 255, in base64: a thousand of them take less room than one photograph.
-
-Shapes: N = side * side patches.
 """
 
 import base64
@@ -42,15 +40,13 @@ def as_json(tree: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def charts(
-    runs: Sequence[tuple[str, Sequence[Logged]]], reference: Sequence[Logged] = ()
-) -> list[dict[str, Any]]:
+def charts(runs: Sequence[Run], reference: Sequence[Logged]) -> list[dict[str, Any]]:
     """The curves of several runs, panel by panel; the first run is the subject of the page.
 
     Those of the `reference` come last, in the colours of the subject.
     """
-    drawn = [(number, name, lines) for number, (name, lines) in enumerate(runs)]
-    drawn += [(-1, "reference", reference)] if reference else []
+    named = [(i, run.path.resolve().name, run.metrics) for i, run in enumerate(runs)]
+    drawn = [*named, *([(-1, "reference", reference)] if reference else [])]
     shown = []
     for panel in curves.PANELS:
         found = [
@@ -97,7 +93,7 @@ def positions(model: MaskedImageModel, seed: int) -> dict[str, Any]:
     side = model.predictor.positions.side
     found = of_model(model, seed, torch.arange(side**2))
     low, high = float(found.maps.min()), float(found.maps.max())
-    scaled = (found.maps - low) / max(1e-9, high - low)  # (N, 3, side, side)
+    scaled = (found.maps - low) / max(1e-9, high - low)  # (side * side, 3, side, side)
     return {
         "side": side,
         "titles": ["without noise", "one draw", f"mean of {DRAWS} draws"],

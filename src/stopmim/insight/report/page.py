@@ -57,31 +57,36 @@ def write_report(
     """
     runs = [run, *others]
     about, *_ = [one.about for one in runs]  # raises if one is not a run
-    metrics, lines, data = run.metrics, run.results, _mapping(about.get("data"))
+    metrics, lines = run.metrics, run.results
     last, differ = metrics[-1] if metrics else {}, results.differing(lines)
     described, config_missing = _attempt(lambda: _described(run, about))
     config, network = described or (None, None)
     views, views_missing = _attempt(lambda: _views(run, config, images))
     model, model_missing = _attempt(run.model)
-    similar = None  # unless there is noise that is the same for all images
-    if config and model and similarity.same_for_all_images(model.predictor.positions):
-        similar = similarity.of_model(model, config.seed)
+    explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
+    similar, reference = None, find_reference(config) if config else None
+    if config and model:
+        positions = model.predictor.positions
+        if positions.uncertain and not positions.conditioned:  # the same noise for all images
+            similar = similarity.of_model(model, config.seed)
+            explored["positions"] = explorer.positions(model, config.seed)
+        explored["predictions"] = views and explorer.predictions(run, config, views)
+    stretched = reference.stretched(_updates(config, last)) if config and reference else []
+    explored["charts"] = explorer.charts(runs, stretched)
     text = _ENVIRONMENT.get_template("page.html").render(
-        name=_name(run),
+        name=run.path.resolve().name,
         path=run.path.resolve(),
         config=config,
         config_missing=config_missing,
         config_lines=_config_lines(about, config),
         network=network,
         masks=build_sampler(config).describe() if config else "",
-        source=entry(data, "source"),
-        images=count_text(data.get("images")),
-        step=count_text(last.get("step")),
-        epoch=count_text(last.get("epoch")),
+        data=_mapping(about.get("data")),
+        last=last,
         seconds=training_seconds(metrics, config.optim.batch_size) if config else 0,
         starts=[_start(_mapping(start)) for start in _sequence(about.get("starts"))],
         diagnosis=_diagnosis(metrics, config),
-        reference=find_reference(config) if config else None,
+        reference=reference,
         results=[results.as_text(x, differ) for i, x in enumerate(lines) if x not in lines[:i]],
         best=results.best_result(lines),
         compared=[_compared(one) for one in runs] if others else [],
@@ -91,15 +96,11 @@ def write_report(
         model=model,
         model_missing=model_missing,
         similar=similar,
-        explored=_explored(runs, config, views, model),
+        explored=explored,
     )
     path = out or run.path / "report.html"
     write_whole(path, text)
     return path
-
-
-def _name(run: Run) -> str:
-    return run.path.resolve().name
 
 
 def _visible(value: object) -> str:
@@ -124,6 +125,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.globals |= {
     "version": __version__,
+    "entry": entry,
     "script": Markup(explorer.SCRIPT),
     "digest": base64.b64encode(hashlib.sha256(explorer.SCRIPT.encode()).digest()).decode(),
     "svg": lambda figure, name: Markup(pictures.svg(figure, name)),
@@ -175,27 +177,10 @@ def _config_lines(about: dict[str, Any], config: Config | None) -> list[str]:
     return [f"{key}: {value}" for key, value in flatten(_mapping(about.get("config")))]
 
 
-def _explored(
-    runs: Sequence[Run],
-    config: Config | None,
-    views: list[pictures.Preview] | None,
-    model: MaskedImageModel | None,
-) -> dict[str, Any]:
-    """Data for the script of the page; None for what cannot be shown."""
-    tree: dict[str, Any] = {"predictions": None, "positions": None}
-    stretched: Sequence[Logged] = []
-    if config and (reference := find_reference(config)):
-        last = (runs[0].metrics or [{}])[-1]
-        step, epoch = number(last.get("step")), number(last.get("epoch"))
-        # Updates of the whole run, estimated from its last line.
-        updates = config.optim.epochs * step / epoch if step and epoch else 1.0
-        stretched = reference.stretched(updates)
-    tree["charts"] = explorer.charts([(_name(run), run.metrics) for run in runs], stretched)
-    if config and model and views:
-        tree["predictions"] = explorer.predictions(runs[0], config, views)
-    if config and model and similarity.same_for_all_images(model.predictor.positions):
-        tree["positions"] = explorer.positions(model, config.seed)
-    return tree
+def _updates(config: Config, last: Logged) -> float:
+    """Updates of the whole run, estimated from its last line."""
+    step, epoch = number(last.get("step")), number(last.get("epoch"))
+    return config.optim.epochs * step / epoch if step and epoch else 1.0
 
 
 def _diagnosis(metrics: Sequence[Logged], config: Config | None = None) -> Diagnosis | None:
@@ -216,7 +201,7 @@ def _compared(run: Run) -> dict[str, str]:
         return "-" if value is None else f"{value:.3g}"
 
     row = {
-        "run": _name(run),
+        "run": run.path.resolve().name,
         "verdict": found.verdict if found else "-",
         "updates": count_text(last.get("step")) or "-",
         "loss": text(last, "loss"),

@@ -1,6 +1,6 @@
 """Lines of results.jsonl as text for a table; a line may hold anything."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stopmim.health.log import number
@@ -34,13 +34,15 @@ def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, 
     def place(x: float | None) -> str:
         return f"{100 * x:.2f}" if fraction and x is not None else ""
 
+    name = entry(line, "name") if line.get("protocol") == "tracking" else ""
+    others = [f"{key} {line[key]}" for key in line if key not in _COLUMNS | _FACTS]
     row = {key: entry(line, key) for key in ("protocol", "label", "selection")} | {
-        "of": ", ".join(words for name, words in _origin(line).items() if words and name in differ),
+        "of": ", ".join(words for key, words in _origin(line).items() if words and key in differ),
         "n": count_text(line.get("n")) or entry(line, "n"),
         "value": text(value) or entry(line, "value"),
         "exact": entry(line, "value"),
         "random_init": text(random_init),
-        "details": ", ".join(_details(line)),
+        "details": ", ".join(filter(None, (name, entry(line, "setting"), *others))),
         **dict.fromkeys(("interval", "difference", "verdict", "left", "wide"), ""),
         "fill": place(value),
         "random": place(random_init),
@@ -53,15 +55,6 @@ def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, 
         if low is not None and high is not None and not low <= random_init <= high:
             row["verdict"] = "up" if (low > random_init) != falls else "down"
     return row
-
-
-def _details(line: Mapping[str, Any]) -> Iterator[str]:
-    """Everything without a column: the chosen setting, and any other key."""
-    if line.get("protocol") == "tracking":
-        yield entry(line, "name")
-    if setting := entry(line, "setting"):
-        yield setting
-    yield from (f"{key} {line[key]}" for key in line if key not in _COLUMNS | _FACTS)
 
 
 def _origin(line: Mapping[str, Any]) -> dict[str, str]:
