@@ -16,11 +16,12 @@ from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset
+from stopmim.health.measure import patch_targets
 from stopmim.insight import analyse as analysis
 from stopmim.insight.analyse import What, analyse
-from stopmim.insight.figures import collapse, masks, norms, pca, prediction, smoothing, uncertainty
+from stopmim.insight.figures import curves, masks, pca, prediction, theory
 from stopmim.insight.figures.pictures import Preview
-from stopmim.insight.figures.subject import Subject, indices, load, pixels, tokens
+from stopmim.insight.figures.subject import Subject, indices, load, pixels
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
@@ -42,7 +43,7 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def subject(run: Run) -> Subject:
-    return load(run.path, None, 4)
+    return load([run], None, 4)[0]
 
 
 def looked_at(path: Path) -> np.ndarray:
@@ -101,17 +102,17 @@ def test_images_that_are_gone_are_one_line_and_others_can_be_given(
 
 
 def test_heat_is_the_softmax_of_the_cosine_with_every_target(subject: Subject) -> None:
-    found = prediction.predict(subject)
+    cosine = prediction.predict(subject.model, subject.views)
     context, targets = indices(subject.views)
     with torch.no_grad():
         model = subject.model.eval()
         predicted = model.predict(pixels(subject.views), context, targets)  # eval: no noise
-        target = tokens(model, pixels(subject.views))
+        target = patch_targets(model, pixels(subject.views))
     image, block, k = 2, 1, 3
     row = block * targets.shape[2] + k
     want = torch.cosine_similarity(predicted[block, image, k], target[image], dim=-1)
-    np.testing.assert_allclose(found.cosine[image][row], want, atol=1e-5)
-    assert found.patches[image][row] == targets[block, image, k]
+    np.testing.assert_allclose(cosine[image, row], want, atol=1e-5)
+    assert subject.views[image].targets.ravel()[row] == targets[block, image, k]
     hot = torch.softmax(want / prediction.TEMPERATURE, dim=0)
     np.testing.assert_allclose(prediction.heat(want.numpy()), hot / hot.max(), atol=1e-5)
 
@@ -125,87 +126,89 @@ def test_a_feature_that_is_only_in_one_place_is_hottest_there() -> None:
 
 
 def test_sigma_against_norms_has_the_last_norms_of_every_run(run: Run, certain: Run) -> None:
-    found = [norms.norms(one) for one in (run, certain)]
-    assert [one.sigma for one in found] == [0.25, 0.0]
-    last = run.metrics[-1]
-    assert found[0].curves[0].mean[-1] == pytest.approx(last["norm_A"])
-    assert found[0].curves[1].mean[-1] == pytest.approx(last["norm_mask_token"])
-    against, over = norms.figure(found), norms.figure(found[:1])
+    against, over = curves.norms([run, certain]), curves.norms([run])
+    for axes, key in zip(against.axes, ("norm_A", "norm_mask_token"), strict=True):
+        (line,) = axes.lines
+        want = [(0.0, certain.metrics[-1][key]), (0.25, run.metrics[-1][key])]
+        np.testing.assert_allclose(np.asarray(line.get_xydata()), np.array(want))
     assert "sigma" in against.axes[0].get_xlabel()
     assert over.axes[0].get_xlabel() == "step"
 
 
 def test_a_free_matrix_shrinks_and_a_tied_one_does_not() -> None:
-    tied, free = (collapse.toy(tied=tied, steps=400) for tied in (True, False))
-    assert tied.norm[-1] > 0.5
-    assert free.norm[-1] < 0.1
-    assert free.norm[0] == tied.norm[0] == 1
+    tied, free = (theory.toy(tied=tied, steps=400) for tied in (True, False))
+    assert tied[-1] > 0.5
+    assert free[-1] < 0.1
+    assert free[0] == tied[0] == 1
 
 
 def test_the_best_prediction_is_smoother_with_more_noise() -> None:
-    found = smoothing.smoothing()
-    rough = [np.abs(np.diff(line)).sum() for line in (found.clean, *found.best)]
+    lines = [line.get_ydata() for line in theory.smoothing().axes[0].lines]
+    rough = [np.abs(np.diff(line)).sum() for line in lines]
+    assert len(rough) == 4
     assert rough == sorted(rough, reverse=True)
     # A sine of angular frequency w shrinks by exp(-w^2 v / 2), away from edges.
     x = np.linspace(0, 20, 2001)
-    best = smoothing.posterior_mean(np.array([10.0]), x, np.sin(3 * x), 0.05)
+    best = theory.posterior_mean(np.array([10.0]), x, np.sin(3 * x), 0.05)
     assert best[0] == pytest.approx(np.exp(-9 * 0.05 / 2) * np.sin(30), abs=1e-3)
 
 
 def test_components_do_not_show_what_all_images_have_in_common(subject: Subject) -> None:
     same = subject._replace(views=[subject.views[0]] * 4)
-    found = pca.maps(subject)
-    assert found.colours.shape == (4, 6, 6, 3)
-    assert 0 < found.explained <= 1
-    assert found.colours.std() > 0.1
-    flat = pca.maps(same).colours  # four times one image: nothing is left but rounding
+    colours, explained = pca.maps(subject)
+    assert colours.shape == (4, 6, 6, 3)
+    assert 0 < explained <= 1
+    assert colours.std() > 0.1
+    flat, _ = pca.maps(same)  # four times one image: nothing is left but rounding
     assert np.ptp(flat, axis=0).max() < 1e-6
 
 
 def test_the_preview_of_masks_counts_every_patch() -> None:
     config = configure(tiny())
-    found = masks.coverage(config, steps=200)
+    shown, hidden = masks.coverage(config, steps=200)
     seen = config.masking.context_length or round(0.28 * 36)
-    assert found.seen.sum() == pytest.approx(seen)
-    assert found.seen.min() > 0.1  # no corner is left out
-    assert found.hidden.min() > 0.05
+    assert shown.sum() == pytest.approx(seen)
+    assert shown.min() > 0.1  # no corner is left out
+    assert hidden.min() > 0.05
     released = override(config, {"masking.compat": "released", "image_size": 48})
-    assert masks.coverage(released, steps=20).hidden[-1].max() == 0  # as the released sampler does
+    assert masks.coverage(released, steps=20)[1, -1].max() == 0  # as the released sampler does
 
 
 def test_uncertainty_is_zero_without_noise_and_grows_with_it(
     subject: Subject, certain: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noisy = uncertainty.uncertainty(subject, masks=6, draws=4)
-    calm = uncertainty.uncertainty(load(certain.path, None, 4), masks=6, draws=4)
-    known = noisy.times > 0
+    error, noisy, times = prediction.uncertainty(subject, masks=6, draws=4)
+    (without,) = load([certain], None, 4)
+    _, calm, _ = prediction.uncertainty(without, masks=6, draws=4)
+    known = times > 0
     assert known.mean() > 0.8
-    assert np.nanmax(calm.variance) < 1e-10
-    assert np.nanmean(noisy.variance) > 1e-6
-    assert np.isnan(noisy.error[~known]).all()
+    assert np.nanmax(calm) < 1e-10
+    assert np.nanmean(noisy) > 1e-6
+    assert np.isnan(error[~known]).all()
     monkeypatch.setattr(subject.model.predictor.positions, "sigma", 16 * 0.25)
-    loud = uncertainty.uncertainty(subject, masks=6, draws=4)
-    assert np.nanmean(loud.variance) > 4 * np.nanmean(noisy.variance)
+    _, loud, _ = prediction.uncertainty(subject, masks=6, draws=4)
+    assert np.nanmean(loud) > 4 * np.nanmean(noisy)
 
 
 def test_the_error_of_a_perfect_prediction_would_be_zero(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tokens(subject.model, pixels(subject.views))
+    found = patch_targets(subject.model, pixels(subject.views))
     rows = torch.arange(len(found))[:, None]
 
     def truth(_seen: Tensor, _context: Tensor, targets: Tensor, _noise: object) -> Tensor:
         return torch.stack([found[rows, block] for block in targets])
 
     monkeypatch.setattr(subject.model.predictor, "forward", truth)
-    assert np.nanmax(uncertainty.uncertainty(subject, masks=3, draws=2).error) < 1e-10
+    error, _, _ = prediction.uncertainty(subject, masks=3, draws=2)
+    assert np.nanmax(error) < 1e-10
 
 
 def test_views_are_those_of_training(subject: Subject, run: Run) -> None:
     view: Preview = subject.views[0]
     assert view.image.shape == (24, 24, 3)
     assert not set(view.context.tolist()) & set(view.targets.ravel().tolist())
-    again = load(run.path, Scenes(32, size=24), 4)
+    (again,) = load([run], Scenes(32, size=24), 4)
     np.testing.assert_array_equal(again.views[1].image, subject.views[1].image)
 
 
@@ -214,6 +217,7 @@ def test_images_that_the_run_left_out_are_not_shown(tmp_path: Path) -> None:
     skip = tmp_path / "skip.jsonl"
     skip.write_text("".join(json.dumps({"name": images.name(i)}) + "\n" for i in range(16)))
     run = pretrain(IMAGES, tmp_path / "run", tiny(data={"skip": str(skip)}), stop_at=1)
-    kept = load(run.path, Subset(images, range(16, 32)), 4)
-    for ours, theirs in zip(load(run.path, None, 4).views, kept.views, strict=True):
+    (kept,) = load([run], Subset(images, range(16, 32)), 4)
+    (own,) = load([run], None, 4)
+    for ours, theirs in zip(own.views, kept.views, strict=True):
         np.testing.assert_array_equal(ours.image, theirs.image)

@@ -28,8 +28,8 @@ from stopmim.train.loop import pretrain
 from tiny import NoiseImages, tiny
 
 # Of a run that predicts features; one more is for pixels.
-PANELS = [panel for panel in curves.PANELS if panel.series[0][0] != "feature_rank"]
-SCRIPT = hashlib.sha256(explorer.script().encode()).digest()
+PANELS = [panel for panel in curves.PANELS if "feature_rank" not in panel.series]
+SCRIPT = hashlib.sha256(explorer.SCRIPT.encode()).digest()
 CSP = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-"
     f"{base64.b64encode(SCRIPT).decode()}'; base-uri 'none'; form-action 'none'"
@@ -552,10 +552,11 @@ def test_data_branch_and_step_are_named_where_a_run_has_results_of_more_than_one
     run.add_result(**film | decay)
     text = Page(write_report(run, NoiseImages())).text
     assert "Best result: 50.0 % (knn, count, on birds (9 images), target encoder, step 5)" in text
-    assert as_text(film | decay).verdict == "down"
+    assert as_text(film | decay)["verdict"] == "down"
     # A loss below 0 is a share as well; and a part of tracking is not the best of all.
     gain = as_text(film | decay | {"value": -0.0022, "low": -0.1})
-    assert (gain.value, gain.interval, gain.difference) == ("-0.2 %", "-10.0 to 100.0", "-10.2")
+    assert (gain["value"], gain["interval"]) == ("-0.2 %", "-10.0 to 100.0")
+    assert gain["difference"] == "-10.2"
     recall = film | {"name": "J recall", "value": 1.0, "random_init": 0.0}
     assert best_result([recall]) is None
     assert best_result([recall | {"name": "J&F"}]) is not None

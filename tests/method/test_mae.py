@@ -14,9 +14,10 @@ from stopmim import load_encoder, load_model, pretrain
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import OptimConfig
 from stopmim.health.doctor import diagnose, examine
+from stopmim.health.measure import patch_features, patch_targets
 from stopmim.insight.figures.prediction import predict
-from stopmim.insight.figures.subject import features, load, pixels, tokens
-from stopmim.insight.report.page import _summary
+from stopmim.insight.figures.subject import load, pixels
+from stopmim.insight.report.page import write_report
 from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import masked_loss
 from stopmim.method.model import Batch, Features, MaskedImageModel, Pixels, patchify
@@ -310,13 +311,13 @@ def test_images_are_mirrored_and_nothing_else() -> None:
 def test_analyses_ask_for_pixels_where_they_compare_and_for_features_where_they_look(
     run: Run,
 ) -> None:
-    subject = load(run.path, NoiseImages(), 3)
-    found = predict(subject)
-    assert found.cosine[0].shape == (27, 36)  # every hidden patch with every patch
+    (subject,) = load([run], NoiseImages(), 3)
+    found = predict(subject.model, subject.views)
+    assert found.shape == (3, 27, 36)  # every hidden patch with every patch
     images = pixels(subject.views)
-    assert tokens(subject.model, images).shape == (3, 36, 48)  # 4 x 4 x 3 pixels
-    assert features(subject.model, images).shape == (3, 36, 96)
-    assert _summary(run.about, run.config, run.metrics)["method"] == "MAE + StoP"
+    assert patch_targets(subject.model, images).shape == (3, 36, 48)  # 4 x 4 x 3 pixels
+    assert patch_features(subject.model, images).shape == (3, 36, 96)
+    assert "<b>MAE + StoP</b>" in write_report(run).read_text()
 
 
 # ------------------------------------------------------------------------ its health

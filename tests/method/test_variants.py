@@ -14,7 +14,7 @@ from stopmim import load_model, pretrain
 from stopmim.base.errors import UserError
 from stopmim.data.order import shares
 from stopmim.data.sources.scenes import Scenes
-from stopmim.health.measure import Health, health_sample, noise_to_signal
+from stopmim.health.measure import Health, noise_to_signal
 from stopmim.insight.figures.similarity import of_model, seen
 from stopmim.insight.figures.subject import load
 from stopmim.method import masks as masking
@@ -224,7 +224,7 @@ def test_context_tokens_that_are_all_the_same_make_no_noise_and_no_nan(s: Tensor
 def test_the_similarity_figure_of_conditioned_noise_is_of_an_image(tmp_path: Path) -> None:
     images = NoiseImages()
     run = pretrain(images, tmp_path, tiny(**VARIANTS["conditioned"]), stop_at=1)
-    subject = load(run.path, images, 1)
+    (subject,) = load([run], images, 1)
     found = [of_model(subject.model, 0, context=k * seen(subject)) for k in (1.0, 0.0)]
     assert found[0].strength > 0
     assert found[1].strength == 0  # an image whose tokens are all the same
@@ -429,7 +429,7 @@ def test_noise_to_signal_is_the_power_that_the_draws_have(name: str) -> None:
     predictor, positions = model.predictor, model.predictor.positions
     with torch.no_grad():
         predictor.predictor_embed.weight.mul_(10)
-    health = Health(health_sample(Scenes(32, size=24), config), CPU)
+    health = Health(Scenes(32, size=24), config, CPU)
     s = health._context(model)
     assert (s is None) == (name != "conditioned")
     images = 32 if s is None else len(s)

@@ -25,7 +25,7 @@ from stopmim.config.architectures import printed
 from stopmim.evals.protocols.tracking import TRACKED
 from stopmim.evals.results import Estimate, over_seeds, paired
 from stopmim.insight.analyse import DPI
-from stopmim.insight.figures import collapse, pictures, sweep
+from stopmim.insight.figures import pictures, sweep, theory
 from stopmim.runs.run import Run
 
 if TYPE_CHECKING:
@@ -334,6 +334,5 @@ def figures(
     }
     if planned.name == "tie":
         runs = [Run(path) for path, t in planned.runs.items() if t.answers() is not None]
-        toys = [collapse.toy(tied=tied) for tied in (True, False)]
-        drawn["collapse"] = collapse.figure(toys, [collapse.of_run(run) for run in runs])
+        drawn["collapse"] = theory.collapse(runs)
     return drawn

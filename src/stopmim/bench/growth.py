@@ -1,12 +1,12 @@
 """Benchmarks how step time grows with batch, tokens, target blocks, depth and image size."""
 
 import gc
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from stopmim.base.console import say
 from stopmim.bench.step import prepare
@@ -14,9 +14,6 @@ from stopmim.bench.timing import circumstances, record_lines, seconds_per_call, 
 from stopmim.config.schema import Config
 from stopmim.gpu.devices import choose_device
 from stopmim.method.build import configure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Config keys and their values. Everything else is as in `vit_s16`, batch 128.
 GROWTH: dict[str, list[Any]] = {
@@ -29,10 +26,7 @@ GROWTH: dict[str, list[Any]] = {
 
 
 def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
-    """Times steps that differ from a baseline in one key; returns JSON lines.
-
-    With `out`, and matplotlib installed, also draws a figure.
-    """
+    """Times steps that differ from a baseline in one key; returns JSON lines, and draws them."""
     own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
     known: dict[str, dict[str, Any]] = {}  # the baseline is in every series, but measured once
     lines = []
@@ -44,7 +38,7 @@ def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None =
                 known[name] = _measure(config, rounds)
                 say(f"{key} {value}: {known[name]['ms']} ms")
             lines.append({"bench": "growth", "varied": key, "value": value} | known[name])
-    if out is not None and importlib.util.find_spec("matplotlib"):
+    if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         draw_growth(lines).savefig(out / "growth.svg")
     return record_lines(lines, out, "growth")
@@ -62,20 +56,16 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     return line
 
 
-def draw_growth(lines: Sequence[dict[str, Any]]) -> "Figure":
+def draw_growth(lines: Sequence[dict[str, Any]]) -> Figure:
     """Draws the lines of `bench_growth`: one small plot per varied key."""
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(line["varied"] for line in lines))
     figure = Figure(figsize=(3 * len(names), 2.8), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         own = [line for line in lines if line["varied"] == name]
         x, y = [line["value"] for line in own], [line["ms"] for line in own]
         axes.plot(x, y, marker="o", color="#0072b2")
-        axes.set_xlabel(name.replace("_", " "))
-        axes.set_ylabel("ms per step")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel=name.replace("_", " "), ylabel="ms per step")
+        axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
     figure.suptitle(f"{own[0]['arch']}, {own[0]['device']}, {own[0]['date']}")
     return figure

@@ -6,23 +6,24 @@ decodes, crops, resizes and flips, and the worker normalises and batches a float
 ends with the batch of a worker, as uint8: the GPU normalises.
 """
 
-import contextlib
 import io
 import os
 import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import PIL
 import torch
 from PIL import Image
+from torch import Tensor
 
 from stopmim.base.console import say
 from stopmim.bench.timing import machine, record_lines
@@ -40,6 +41,7 @@ FILES, BATCH, SIZE, SCALE, EPOCHS = 200, 40, 224, (0.3, 1.0), 4
 INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
 
 Lines = list[dict[str, Any]]
+Way = Callable[[bytes, np.random.Generator], Tensor]  # from a file to an image of a batch
 Times = dict[str, list[float]]  # name of a variant -> seconds of each round
 
 
@@ -66,7 +68,7 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
         time.sleep(SETTLED_NS / 1e9)  # a folder that may still be changing is not cached
         times: Times = {}
         for name, cache in (("anew", ""), ("kept", str(Path(folder) / "cache"))):
-            with _cache_at(cache):
+            with mock.patch.dict(os.environ, STOPMIM_CACHE=cache):
                 times |= _take_turns({name: lambda: open_images(root)}, rounds)
     rendered = _take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
     lines: Lines = [{"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}]
@@ -77,45 +79,28 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
     return record_lines([*lines, _rate("scenes of 64 px", rendered, RENDERED)], out, "index")
 
 
-@contextlib.contextmanager
-def _cache_at(place: str) -> Iterator[None]:
-    before = os.environ.get("STOPMIM_CACHE")
-    os.environ["STOPMIM_CACHE"] = place
-    try:
-        yield
-    finally:
-        del os.environ["STOPMIM_CACHE"]
-        if before is not None:
-            os.environ["STOPMIM_CACHE"] = before
-
-
 def _measure(root: Path, rounds: int) -> Lines:
     files = write_photos(root / "photos", FILES)
-    write_tar(root / "photos.tar", root / "photos")
+    with tarfile.open(root / "photos.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for file in files:
+            tar.add(file, file.name)
     data = [path.read_bytes() for path in files]
-    pipelines: dict[str, Callable[[], object]] = {
-        "usual": lambda: _usual(data),
-        "pillow": lambda: _ours(data, fast=False),
-    }
+    ways: dict[str, Way] = {"usual": _usual, "pillow": partial(_ours, fast=False)}
     if find_spec("simplejpeg"):
-        pipelines["simplejpeg"] = lambda: _ours(data, fast=True)
-    about = {
-        "bench": "loader",
-        "files": FILES,
-        "kilobytes": round(sum(map(len, data)) / FILES / 1e3, 1),
-        "cores": cores(),
-        "pillow": PIL.__version__,
-    }
-    lines: Lines = [about | machine(torch.device("cpu"))]
+        ways["simplejpeg"] = partial(_ours, fast=True)
+    kilobytes = round(sum(map(len, data)) / FILES / 1e3, 1)
+    about = {"bench": "loader", "files": FILES, "kilobytes": kilobytes, "cores": cores()}
+    lines: Lines = [about | {"pillow": PIL.__version__} | machine(torch.device("cpu"))]
     # The clock of this thread's own work is less disturbed by other processes.
+    pipelines = {name: partial(_read, data, way) for name, way in ways.items()}
     times = _take_turns(pipelines, rounds, time.process_time)
     lines += [_rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items()]
     lines += [_ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:]]
-    photos, tar = open_images(root / "photos"), open_images(root / "photos.tar")
+    photos, archive = open_images(root / "photos"), open_images(root / "photos.tar")
     times = _take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
     lines += [_rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
     lines.append(_ratio("two workers / one", times["workers 2"], times["workers 1"]))
-    both = {"tar": partial(_load, tar, 1), "folder": partial(_load, photos, 1)}
+    both = {"tar": partial(_load, archive, 1), "folder": partial(_load, photos, 1)}
     times = _take_turns(both, rounds)
     return [*lines, _ratio("tar / folder", times["tar"], times["folder"])]
 
@@ -123,36 +108,31 @@ def _measure(root: Path, rounds: int) -> Lines:
 # ------------------------------------------------------------------------------ timed variants
 
 
-def _usual(files: list[bytes]) -> None:
+def _read(files: list[bytes], way: Way) -> None:
+    rng = np.random.default_rng(0)
+    for start in range(0, FILES, BATCH):
+        torch.stack([way(data, rng) for data in files[start : start + BATCH]])
+
+
+def _usual(data: bytes, rng: np.random.Generator) -> Tensor:
     """Does step by step what torchvision's transforms do to a Pillow image."""
-    rng = np.random.default_rng(0)
-    for start in range(0, FILES, BATCH):
-        batch = []
-        for data in files[start : start + BATCH]:
-            image = Image.open(io.BytesIO(data)).convert("RGB")
-            top, left, height, width = crop_box(rng, image.height, image.width, SCALE)
-            image = image.crop((left, top, left + width, top + height))
-            image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
-            if rng.random() < 0.5:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-            pixels = pixels.to(torch.float32).div(255).clone()
-            mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-            batch.append(pixels.sub_(mean).div_(std))
-        torch.stack(batch)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    top, left, height, width = crop_box(rng, image.height, image.width, SCALE)
+    image = image.crop((left, top, left + width, top + height))
+    image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+    if rng.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    pixels = pixels.to(torch.float32).div(255).clone()
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    return pixels.sub_(mean).div_(std)
 
 
-def _ours(files: list[bytes], *, fast: bool) -> None:
-    rng = np.random.default_rng(0)
-    for start in range(0, FILES, BATCH):
-        batch = []
-        for data in files[start : start + BATCH]:
-            image = decode(data, fast=fast)
-            box = crop_box(rng, image.shape[0], image.shape[1], SCALE)
-            crop = resized_crop(image, box, SIZE)
-            crop = crop.flip(-1) if rng.random() < 0.5 else crop
-            batch.append(crop.permute(1, 2, 0))
-        torch.stack(batch).permute(0, 3, 1, 2)
+def _ours(data: bytes, rng: np.random.Generator, *, fast: bool) -> Tensor:
+    image = decode(data, fast=fast)
+    crop = resized_crop(image, crop_box(rng, image.shape[0], image.shape[1], SCALE), SIZE)
+    crop = crop.flip(-1) if rng.random() < 0.5 else crop
+    return crop.permute(1, 2, 0)
 
 
 def _load(images: Images, workers: int) -> None:
@@ -209,17 +189,10 @@ def write_photos(folder: Path, count: int) -> list[Path]:
         for width in (4, 8, 16, 32, 64, 128, 250, 500):
             grain = rng.standard_normal((width * 3 // 4, width, 1))
             grain = grain + 0.5 * rng.standard_normal((width * 3 // 4, width, 3))
-            weight = 60 / width**0.27
             for c in range(3):
                 layer = Image.fromarray(grain[:, :, c].astype(np.float32))
                 layer = layer.resize((500, 375), Image.Resampling.BICUBIC)
-                image[:, :, c] += weight * np.asarray(layer)
+                image[:, :, c] += 60 / width**0.27 * np.asarray(layer)
         paths.append(folder / f"{i:04}.jpg")
         Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(paths[-1], quality=90)
     return paths
-
-
-def write_tar(path: Path, folder: Path) -> None:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for file in sorted(folder.iterdir()):
-            tar.add(file, file.name)

@@ -5,9 +5,11 @@ machine. The rate of a large matrix product is measured in the same run: a step 
 fraction of that rate it reaches.
 """
 
+import itertools
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -61,18 +63,16 @@ def bench_step(
     rounds: int = 10,
     out: Path | None = None,
 ) -> str:
-    """Times one training step; returns JSON lines.
+    """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
 
-    Args:
-        masks: "published" has the token counts of the released masks, "own" the likeliest shape
-            of this config.
-        twin: also times the sine-cosine twin of a StoP config, and gives the ratios.
-        profile: adds the time of a step kernel by kernel.
-        rounds: how often each variant is timed, in turn.
-        out: folder for a dated Markdown file with the lines.
+    "published" masks have the token counts of the released ones, "own" masks the likeliest shape
+    of this config. With `profile`, the time of a step kernel by kernel is added.
     """
     base = _usual(preset, changes)
-    device, variants = choose_device(base.runtime.device), _variants(base, twin)
+    device, variants = choose_device(base.runtime.device), {base.positions.kind: base}
+    if twin and base.positions.kind == "stochastic":
+        plain = base.positions.model_validate({"kind": "sincos"})
+        variants["sincos"] = configure(base.model_copy(update={"positions": plain}))
     steps = {name: prepare(config, masks) for name, config in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     products = [matmul_rate(device)]
@@ -80,24 +80,22 @@ def bench_step(
         for name, step in steps.items():
             times[name].append(timing.seconds_per_call(step.update, device))
     ceiling = statistics.median([*products, matmul_rate(device)])
-    lines = []
-    for name, config in variants.items():
-        about: Line = {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
-        lines.append(about | _result(steps[name], times[name], config, ceiling))
+    lines: list[Line] = [
+        {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
+        | _result(steps[name], times[name], config, ceiling)
+        for name, config in variants.items()
+    ]
     if len(variants) == 2:
-        lines.append(_ratio(*steps.values(), times=list(times.values())))
+        ratios = [s / p for s, p in zip(*times.values(), strict=True)]
+        stop, sincos = (step.memory for step in steps.values())
+        ratio: Line = {"bench": "step ratio stop / sincos"}
+        ratio |= {"time": round(statistics.median(ratios), 4)}
+        ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
+        ratio |= {"memory": round(stop / sincos, 4) if stop and sincos else None}
+        lines.append(ratio | {"rounds": len(ratios)})
     if profile:
         lines += kernels(steps[base.positions.kind].update, device)
     return timing.record_lines(lines, out, f"step_{base.arch}")
-
-
-def _variants(base: Config, twin: bool) -> dict[str, Config]:
-    """The config, and its twin without noise if it is StoP, by kind of position."""
-    variants: dict[str, Config] = {base.positions.kind: base}
-    if twin and base.positions.kind == "stochastic":
-        plain = base.positions.model_validate({"kind": "sincos"})
-        variants["sincos"] = configure(base.model_copy(update={"positions": plain}))
-    return variants
 
 
 def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float) -> Line:
@@ -115,35 +113,20 @@ def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float
     }
 
 
-def _ratio(stop: "WarmStep", plain: "WarmStep", *, times: list[list[float]]) -> Line:
-    ratios = [s / p for s, p in zip(*times, strict=True)]
-    memory = round(stop.memory / plain.memory, 4) if stop.memory and plain.memory else None
-    return {
-        "bench": "step ratio stop / sincos",
-        "time": round(statistics.median(ratios), 4),
-        "time_min": round(min(ratios), 4),
-        "time_max": round(max(ratios), 4),
-        "memory": memory,
-        "rounds": len(ratios),
-    }
-
-
 def bench_masks(
     preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
 ) -> str:
     """Times drawing the masks of one batch on the device; returns a JSON line."""
     config = _usual(preset, changes)
-    device = choose_device(config.runtime.device)
-    whole = [slice(0, config.optim.batch_size)]
-    steps = iter(range(10**9))
+    device, batch_size = choose_device(config.runtime.device), config.optim.batch_size
+    steps = itertools.count()
 
     def draw() -> None:
-        draw_masks(config, next(steps), whole, device)
+        draw_masks(config, next(steps), [slice(0, batch_size)], device)
 
-    timing.seconds_per_call(draw, device)  # warm-up
-    times = [timing.seconds_per_call(draw, device) for _ in range(rounds)]
+    _, *times = [timing.seconds_per_call(draw, device) for _ in range(1 + rounds)]  # warm-up first
     line: Line = {"bench": "masks", **timing.sizes(config)}
-    line |= timing.speed(times, config.optim.batch_size) | timing.circumstances(config)
+    line |= timing.speed(times, batch_size) | timing.circumstances(config)
     return timing.record_lines([line], out, f"masks_{config.arch}")
 
 
@@ -176,23 +159,17 @@ def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> lis
         for _ in range(n):
             update()
         timing.wait(device)
-    spent: dict[str, tuple[float, float]] = {}  # name -> ms and calls per update
-    for event in seen.key_averages():
-        us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        if us:
-            spent[event.key] = (us / 1e3 / n, event.count / n)
-    kinds: dict[str, float] = {}
-    for name, (ms, _) in spent.items():
-        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, name)), "other")
-        kinds[kind] = kinds.get(kind, 0.0) + ms
-    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:30]
-    return [
-        {"bench": "step kernels"} | {kind: round(ms, 3) for kind, ms in sorted(kinds.items())},
-        *(
-            {"bench": "step kernel", "name": name[:100], "ms": round(ms, 3), "calls": round(calls)}
-            for name, (ms, calls) in longest
-        ),
-    ]
+    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    kinds: Counter[str] = Counter()  # microseconds of all n updates
+    lines = []
+    for event in sorted(seen.key_averages(), key=lambda event: -getattr(event, key)):
+        if us := getattr(event, key):
+            found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event.key))
+            kinds[next(found, "other")] += us
+            line: Line = {"bench": "step kernel", "name": event.key[:100]}
+            lines.append(line | {"ms": round(us / 1e3 / n, 3), "calls": round(event.count / n)})
+    spent = {kind: round(us / 1e3 / n, 3) for kind, us in sorted(kinds.items())}
+    return [{"bench": "step kernels"} | spent, *lines[:30]]
 
 
 # ------------------------------------------------------------------------------ one step
@@ -213,30 +190,25 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
     """Builds the step of a config and runs it until it is compiled and recorded."""
     if config.lowres:
         raise UserError(f"bench: lowres {config.lowres} is not supported; leave it out")
-    device = choose_device(config.runtime.device)
+    device, memory = choose_device(config.runtime.device), None
+    on_gpu = device.type == "cuda"
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
-    kept = _cublas_memory(device) if device.type == "cuda" else 0
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    kept = _cublas_memory(device) if on_gpu else 0
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     update, shapes = _update(config, masks, device)
     begin = time.perf_counter()
     update()
     timing.wait(device)
-    compile_seconds = time.perf_counter() - begin
-    memory = None
-    if device.type == "cuda":
+    seconds = round(time.perf_counter() - begin, 1)
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     # AdamW's moments exist by now. A replayed graph allocates nothing, so the peak is seen here.
     for _ in range(WARM):
         update()
-    if device.type == "cuda":
+    if on_gpu:
         memory = round((torch.cuda.max_memory_allocated() - before + kept) / 2**20, 1)
-    return WarmStep(
-        update,
-        count_flops(config, shapes),
-        memory,
-        round(compile_seconds, 1),
-        {"context": shapes.context.shape[1], "target": shapes.targets.shape[2]},
-    )
+    tokens = {"context": shapes.context.shape[1], "target": shapes.targets.shape[2]}
+    return WarmStep(update, count_flops(config, shapes), memory, seconds, tokens)
 
 
 @cache
@@ -258,13 +230,10 @@ def _update(
     config: Config, kind: MaskSource, device: torch.device
 ) -> tuple[Callable[[], None], masking.Masks]:
     """A function that makes one update, always with the same masks and images; and the masks."""
-    amp = choose_precision(config.runtime.precision, device)
-    model = build(config).to(device).train()
-    optimizer = adamw(model, config.optim)
-    now = rates(config.optim, 0, 1000)
+    amp, now = choose_precision(config.runtime.precision, device), rates(config.optim, 0, 1000)
+    model, step = build(config).to(device).train(), likeliest_step(config)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
-    make = build_step(model, optimizer, config, device, n_parts=len(parts))
-    step = likeliest_step(config)
+    make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
     generator = torch_generator("bench", device=device)
     shape = (parts[0].stop, 3, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator, device=device)

@@ -89,12 +89,10 @@ def record_lines(lines: list[Line], folder: Path | None, what: str) -> str:
     text = "\n".join(json.dumps(line) for line in lines)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        first = lines[0]
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", first["device"]).strip("-").lower()
-        command = f"stopmim bench {str(first['bench']).split()[0]}"
-        path = folder / f"{what}_{slug}_{first['date']}.md"
-        title = f"# `{command}` on {first['device']}, {first['date']}"
-        end = "```\n"
+        device, date, end = lines[0]["device"], lines[0]["date"], "```\n"
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
+        path = folder / f"{what}_{slug}_{date}.md"
+        title = f"# `stopmim bench {lines[0]['bench'].split()[0]}` on {device}, {date}"
         before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
         path.write_text(f"{before.removesuffix(end)}{text}\n{end}", encoding="utf-8")
     return text

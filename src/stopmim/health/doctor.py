@@ -17,13 +17,11 @@ from stopmim.base.errors import UserError
 from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig
 from stopmim.data.sources.open import open_images
-from stopmim.health import rules
 from stopmim.health.log import Logged, measurements
-from stopmim.health.measure import Health, health_sample
+from stopmim.health.measure import Health
 from stopmim.health.reference import find_reference, training_share
-from stopmim.health.rules import Signs, Verdict, fixed_targets
+from stopmim.health.rules import EXIT_CODES, Signs, Verdict, fixed_targets, judge
 from stopmim.method.encoder import INITIALISERS
-from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.weights.load import load_model
@@ -49,22 +47,17 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        return rules.EXIT_CODES[self.verdict]
+        return EXIT_CODES[self.verdict]
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
         lines = [f"{self.verdict}{at}: {self.because}"]
-        if self.evidence:
-            table = [
-                {
-                    "": e.name,
-                    "now": _text(e.value),
-                    "untrained": _text(e.start),
-                    "reference": _text(e.reference) if self.reference else "",
-                    "healthy": e.bar,
-                }
-                for e in self.evidence
-            ]
+        table = [
+            {"": e.name, "now": _text(e.value), "untrained": _text(e.start)}
+            | {"reference": _text(e.reference) if self.reference else "", "healthy": e.bar}
+            for e in self.evidence
+        ]
+        if table:
             lines.append(indent(aligned(table, ("now", "untrained", "reference")), "  "))
         if self.reference:
             lines.append(f"  reference: {self.reference}, at the same share of its training")
@@ -92,29 +85,15 @@ def diagnose(metrics: Sequence[Logged], config: Config | None = None) -> Diagnos
         return Diagnosis("too early to say", "nothing has been measured yet")
     now = lines[-1]
     half = min(lines, key=lambda line: abs(line["step"] - now["step"] / 2))
-    signs = Signs(now, half, start or lines[0], lines)
+    verdict, because, advice = judge(Signs(now, half, start or lines[0], lines))
     reference = None if config is None else find_reference(config)
     there = reference.at(training_share(config, now)) if config and reference else {}
-    found = Diagnosis(
-        "too early to say",
-        rules.TOO_CLOSE if signs.learned else rules.TOO_EARLY,
-        _evidence(now, start, there),
-        step=int(now["step"]),
-        reference=reference.name if reference else None,
-    )
-    for rule in rules.RULES_FOR_FIXED_TARGETS if fixed_targets(now) else rules.RULES:
-        if rule.holds(signs) and not (rule.verdict == "shortcut" and half is now):
-            verdict, because, advice = rule.verdict, rule.because, rule.advice
-            keep = _best_step(verdict, lines)
-            return replace(found, verdict=verdict, because=because, advice=advice, keep=keep)
-    return found
-
-
-def _best_step(verdict: Verdict, lines: Sequence[Logged]) -> int | None:
-    """The step whose weights are worth keeping."""
+    evidence, name = _evidence(now, start, there), reference.name if reference else None
+    keep = int(now["step"]) if verdict == "healthy" else None
     if verdict == "over-training":  # the most rank that images decide
-        return int(max(lines, key=lambda x: x["target_rank"] * x["target_image_share"])["step"])
-    return int(lines[-1]["step"]) if verdict == "healthy" else None
+        best = max(lines, key=lambda x: x["target_rank"] * x["target_image_share"])
+        keep = int(best["step"])
+    return Diagnosis(verdict, because, evidence, advice, int(now["step"]), keep, name)
 
 
 EVIDENCE = (
@@ -144,16 +123,19 @@ def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidenc
 # ------------------------------------------------------------------------------ a run, a checkpoint
 
 
+MEASURED = {"target_rank", "random_init"}  # only lines with one of them change a verdict
+
+
 class Watch:
     """The verdict on a run during training, announced whenever it changes."""
 
     def __init__(self, metrics: Sequence[Logged]) -> None:
-        self.lines = [line for line in metrics if "target_rank" in line or "random_init" in line]
+        self.lines = [line for line in metrics if MEASURED & line.keys()]
         self.verdict = diagnose(self.lines).verdict
 
     def see(self, line: Logged) -> str | None:
         """The announcement after this line of metrics.jsonl, if there is news."""
-        if "target_rank" not in line and "random_init" not in line:
+        if not MEASURED & line.keys():
             return None
         self.lines.append(line)
         found, before = diagnose(self.lines), self.verdict
@@ -167,32 +149,38 @@ class Watch:
 def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     """The verdict on a run directory from its log; with `data`, on weights measured now.
 
-    Args:
-        path: a run directory; with `data` also a checkpoint, ours or a released one of StoP or
-            I-JEPA.
-        data: images to measure on, as `stopmim.data.open_images` takes them.
+    `data` are images as `stopmim.data.open_images` takes them. With them, `path` may also be a
+    checkpoint, ours or a released one of StoP or I-JEPA.
     """
     path = Path(path)
     if data is not None:
         return _examine_weights(path, data)
     if not (path / "run.json").exists():
         hint = "; to measure a checkpoint, give --data IMAGES"
-        raise UserError(
-            f"{path}: not a run directory{hint if path.exists() else ': no such folder'}"
-        )
+        hint = hint if path.exists() else ": no such folder"
+        raise UserError(f"{path}: not a run directory{hint}")
     run = Run(path)
     metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):
-        raise UserError(
-            f"{path}: this run has measured nothing (runtime.health_every); give --data IMAGES"
-        )
+        why = "this run has measured nothing (runtime.health_every); give --data IMAGES"
+        raise UserError(f"{path}: {why}")
     return diagnose(metrics, run.config if "config" in run.about else None)
 
 
 def _examine_weights(path: Path, data: str) -> Diagnosis:
-    model = load_model(path)
-    config, step = _trained_with(path, model)
-    health = Health(health_sample(open_images(data), config), torch.device("cpu"))
+    """The verdict on a model and its untrained twin, both measured now."""
+    model, step = load_model(path), None
+    if (path / "run.json").exists():
+        path = Run(path).checkpoint
+    if path.is_dir():  # a checkpoint of ours
+        state = checkpoint.state(path)
+        config = Config.model_validate_json(json.dumps(state["config"]))
+        step = int(state["step"])
+    else:  # a file that names neither step nor masks
+        patch, side = model.encoder.patch, model.encoder.side
+        masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
+        config = Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks)
+    health = Health(open_images(data), config, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         now = health.measure(model) | {"step": step or 0}
@@ -201,15 +189,3 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
                 part.apply(INITIALISERS[model.target.start])
     found = diagnose([{"step": 1, "random_init": health.measure(model)}, now])
     return replace(found, step=step, keep=None)  # one measurement cannot prefer a step
-
-
-def _trained_with(path: Path, model: MaskedImageModel) -> tuple[Config, int | None]:
-    """The config and step of a checkpoint of ours; usual masks and no step for other files."""
-    if (path / "run.json").exists():
-        path = Run(path).checkpoint
-    if path.is_dir():
-        state = checkpoint.state(path)
-        return Config.model_validate_json(json.dumps(state["config"])), int(state["step"])
-    patch, side = model.encoder.patch, model.encoder.side
-    masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
-    return Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks), None

@@ -9,7 +9,7 @@ Shapes: n sample images, N patches, D width, T numbers of a target, M target blo
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from stopmim.data.images import Images
 from stopmim.data.loading import read_crops
 from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
-from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
+
+Forward = Callable[[MaskedImageModel, Tensor], Tensor]  # of normalised images (n, 3, S, S)
 
 SAMPLE = 128  # images, with two crops each
 CHUNK = {"cpu": 32, "cuda": SAMPLE}  # images at a time: fits a cache, or takes few launches
@@ -45,63 +46,48 @@ def due_every(config: Config) -> int:
     return max(FEWEST, math.ceil(UPDATES_PER_SAMPLE * SAMPLE / config.optim.batch_size / COST))
 
 
-class HealthSample(NamedTuple):
-    """The crops and masks of every measurement of a run."""
-
-    views: Tensor  # (2, n, 3, S, S) uint8: two crops of each image
-    masks: Masks  # (1, C) and (M, 1, K): the same for all images, so that positions compare
-    labels: dict[str, Tensor]  # (n,) each; only labels with few enough classes
-
-
-def health_sample(images: Images, config: Config) -> HealthSample:
-    """Chooses SAMPLE images, or all if there are fewer, and leaves out unreadable ones."""
-    count, total = min(SAMPLE, len(images)), len(images)
-    chosen = numpy_generator("probe", config.seed).choice(total, count, replace=False)
-    # Two crops of each image; no epoch of training is below 0.
-    keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
-    pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, 3, S, S)
-    usable = [k for k, pair in enumerate(pairs) if pair.numel()]
-    none = torch.empty(2, 0, 3, config.image_size, config.image_size, dtype=torch.uint8)
-    views = torch.stack([pairs[k] for k in usable], dim=1) if usable else none
-    labels = {
-        name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
-        for name, values in images.labels.items()
-    }
-    few = {name: y for name, y in labels.items() if 1 < len(y.unique()) <= len(y) // 8}
-    masks = build_sampler(config).draw(1, torch_generator("probe", config.seed))
-    return HealthSample(views, masks, few)
-
-
 class Health:
-    """Measures a model on a sample of images.
+    """Measures models on SAMPLE images, or all if there are fewer, without unreadable ones.
 
     Draws from no generator of the run and does not change the model, so that a run is the same
     with and without measurements.
     """
 
     def __init__(
-        self, sample: HealthSample, device: torch.device, amp: torch.dtype | None = None
+        self, images: Images, config: Config, device: torch.device, amp: torch.dtype | None = None
     ) -> None:
-        self.sample, self.device, self.amp = sample, device, amp
-        self.chunk = CHUNK[device.type]
+        self.device, self.amp, self.chunk = device, amp, CHUNK[device.type]
+        count, total = min(SAMPLE, len(images)), len(images)
+        chosen = numpy_generator("probe", config.seed).choice(total, count, replace=False)
+        # Two crops of each image; no epoch of training is below 0.
+        keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
+        pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, 3, S, S)
+        usable = [k for k, pair in enumerate(pairs) if pair.numel()]
+        none = torch.empty(2, 0, 3, config.image_size, config.image_size, dtype=torch.uint8)
+        # (2, n, 3, S, S) uint8
+        self.views = torch.stack([pairs[k] for k in usable], dim=1) if usable else none
+        labels = {
+            name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
+            for name, values in images.labels.items()
+        }
+        # (n,) each; only labels with few enough classes
+        self.labels = {x: y for x, y in labels.items() if 1 < len(y.unique()) <= len(y) // 8}
+        masks = build_sampler(config).draw(1, torch_generator("probe", config.seed))
+        # (1, C) and (M, 1, K): the same for all images, so that positions compare
+        self.context, self.targets = masks.context.to(device), masks.targets.to(device)
 
     @torch.no_grad()
     def measure(self, model: MaskedImageModel) -> dict[str, float]:
         """Numbers for a line of metrics.jsonl; docs/analyse.md explains each."""
-        if self.sample.views.shape[1] < 2:  # one image does not show how images differ
+        if self.views.shape[1] < 2:  # one image does not show how images differ
             return {}
-        first, second = (view.split(self.chunk) for view in self.sample.views)
-        parts = [self._part(model, pixels) for pixels in first]
-        tokens, predicted, target = (torch.cat(x, dim=-3) for x in zip(*parts, strict=True))
-        if model.target.learned:
-            seen, own = tokens, {}
-            again = torch.cat([self._tokens(model, pixels) for pixels in second])
-        else:  # fixed targets say nothing about the encoder
-            seen, again = (
-                torch.cat([self._features(model, pixels) for pixels in view])
-                for view in (first, second)
-            )
-            own = {"feature_rank": effective_rank(_thinned(seen))}
+        first, second = self.views
+        tokens = self._run(patch_targets, model, first)  # (n, N, T)
+        predicted = self._run(self._predict, model, first, dim=1)  # (M, n, K, T)
+        target = tokens[:, self.targets[:, 0]].transpose(0, 1)
+        # Fixed targets say nothing about the encoder.
+        seen = tokens if model.target.learned else self._run(patch_features, model, first)
+        again = self._run(patch_features, model, second)
         return {
             "target_rank": effective_rank(_thinned(tokens)),
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
@@ -111,48 +97,44 @@ class Health:
             "neighbours": neighbour_score(seen.mean(1), again.mean(1)),
             **{
                 f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
-                for name, y in self.sample.labels.items()
+                for name, y in self.labels.items()
             },
-            **own,
+            **({} if seen is tokens else {"feature_rank": effective_rank(_thinned(seen))}),
         }
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None)
+    def _run(self, forward: Forward, model: MaskedImageModel, view: Tensor, dim: int = 0) -> Tensor:
+        """`forward` of all images of a view, in the precision of training, joined along `dim`."""
+        chunks = (normalise(pixels.to(self.device)) for pixels in view.split(self.chunk))
+        with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+            return torch.cat([forward(model, images).float() for images in chunks], dim)
 
-    def _images(self, pixels: Tensor) -> Tensor:
-        return normalise(pixels.to(self.device))
-
-    def _part(self, model: MaskedImageModel, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (n, N, T), and predictions and targets of the masked ones (M, n, K, T)."""
-        images, masks = self._images(pixels), self.sample.masks
-        context = masks.context.to(self.device).expand(len(images), -1)
-        targets = masks.targets.to(self.device).expand(-1, len(images), -1)
-        # Without noise, at the mean position. Only the shapes of the draw are used.
+    def _predict(self, model: MaskedImageModel, images: Tensor) -> Tensor:
+        """Predictions of the masked patches (M, n, K, T), without noise: at the mean position."""
+        context = self.context.expand(len(images), -1)
+        targets = self.targets.expand(-1, len(images), -1)
+        # Only the shapes of the draw are used.
         drawn = model.predictor.draw(context, targets, torch_generator("probe", device=self.device))
-        with self._autocast():
-            predicted = model.predict(images, context, targets, drawn.zeros()).float()
-        tokens = self._tokens(model, pixels)
-        return tokens, predicted, tokens[:, targets[:, 0]].transpose(0, 1)
-
-    def _tokens(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
-        """Targets of every patch, (n, N, T)."""
-        every = torch.arange(model.encoder.side**2, device=self.device)
-        with self._autocast():
-            return model.targets(self._images(pixels), every.expand(1, len(pixels), -1))[0].float()
-
-    def _features(self, model: MaskedImageModel, pixels: Tensor) -> Tensor:
-        """Encoder features of every patch, (n, N, D)."""
-        with self._autocast():
-            return model.encoder(self._images(pixels)).float()
+        return model.predict(images, context, targets, drawn.zeros())
 
     def _context(self, model: MaskedImageModel) -> Tensor | None:
         """Features of context tokens (n, C, D) of a few images, if the noise is made from them."""
         if not model.predictor.positions.conditioned:
             return None
-        images = self._images(self.sample.views[0, : self.chunk])
-        index = self.sample.masks.context.to(self.device).expand(len(images), -1)
-        with self._autocast():
-            return model.encoder(images, index).float()
+        view = self.views[0, : self.chunk]
+        return self._run(lambda m, x: m.encoder(x, self.context.expand(len(x), -1)), model, view)
+
+
+@torch.no_grad()
+def patch_targets(model: MaskedImageModel, images: Tensor) -> Tensor:
+    """Targets at every patch, (n, N, T)."""
+    every = torch.arange(model.encoder.side**2, device=images.device)
+    return model.targets(images, every.expand(1, len(images), -1))[0]
+
+
+@torch.no_grad()
+def patch_features(model: MaskedImageModel, images: Tensor) -> Tensor:
+    """Learned features of every patch, (n, N, D): the targets, unless those are fixed."""
+    return patch_targets(model, images) if model.target.learned else model.encoder(images)
 
 
 # ------------------------------------------------------------------------------ the numbers

@@ -1,11 +1,11 @@
-"""The rules behind a verdict: a table, read from top to bottom; the first match is the verdict.
+"""The rules behind a verdict, read from top to bottom; the first that holds is the verdict.
 
 Losses of rank and spread are relative to the untrained network: half of the rank and half of the
 spread is a partial collapse, three quarters of the rank a full one. The thresholds were set on the
 planted runs of tests/plant.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from stopmim.health.log import Logged
@@ -47,11 +47,10 @@ class Signs(NamedTuple):
         return self.lately("skill") > 0 and self.lately("predicted_image_share") > 0.05
 
 
-class Rule(NamedTuple):
+class Finding(NamedTuple):
     verdict: Verdict
-    holds: Callable[[Signs], bool]
     because: str
-    advice: tuple[str, ...]
+    advice: tuple[str, ...] = ()
 
 
 CHECK_DATA = "look at the data: are all images alike, or decoded wrongly?"
@@ -60,101 +59,69 @@ COLLAPSED = (
     "make the predictor wider and deeper (--predictor.width, --predictor.depth)",
 )
 POOR_FROM_THE_START = (f"if it was so from the start, {CHECK_DATA}", *COLLAPSED)
+STOP_EARLIER = (
+    "stop earlier: fewer --optim.epochs, or more images",
+    "lower --optim.lr and --optim.final_lr, or raise --optim.ema",
+)
+SHOW_MORE = (
+    "show more of the image: raise --masking.context_length, lower --masking.target_scale"
+    " (random masks: lower --masking.ratio)",
+    "look at `stopmim analyse masks` and the images: can the hidden part be guessed?",
+)
 REPEATED = 10  # epochs; images seen only a few times are not memorised
 
-RULES = (
-    Rule(
-        "collapse",
-        lambda s: s.now["target_image_share"] < 0.02,
-        "the targets are the same for all images",
-        POOR_FROM_THE_START,
-    ),
-    Rule(
-        "collapse",
-        lambda s: s.now["target_spread"] < 0.05 or s.now["target_rank"] < 1.6,
-        "the targets are the same everywhere",
-        POOR_FROM_THE_START,
-    ),
-    Rule(
-        "collapse",
-        lambda s: s.relative("target_rank") < 0.25,
-        "the targets have lost most of the rank of the untrained network",
-        COLLAPSED,
-    ),
-    Rule(
-        "collapse",
-        lambda s: (
-            s.start["neighbours"] > 0.6
-            and s.now["neighbours"] - 0.5 < 0.25 * (s.start["neighbours"] - 0.5)
-        ),
-        "two crops of an image match each other hardly better than by chance",
-        COLLAPSED,
-    ),
-    Rule(
-        "over-training",
-        lambda s: (
-            s.now.get("epoch", 0) > REPEATED
-            and s.of_best("target_rank") < 0.6
-            and s.risen("target_rank") < 1.1
-            and s.relative("target_spread") > 0.7
-            and s.risen("loss") > 2
-        ),
-        "the loss has been rising while the targets lose rank and keep their spread",
-        (
-            "stop earlier: fewer --optim.epochs, or more images",
-            "lower --optim.lr and --optim.final_lr, or raise --optim.ema",
-        ),
-    ),
-    Rule(
-        "partial collapse",
-        lambda s: s.relative("target_rank") < 0.4,
-        "the targets have a far lower rank than those of the untrained network",
-        COLLAPSED,
-    ),
-    Rule(
-        "partial collapse",
-        lambda s: (
-            s.relative("target_rank") < 0.5
-            and s.relative("target_spread") < 0.5
-            and s.now["skill"] < 0.02
-        ),
-        "half of the spread and half of the rank of the targets are gone, and nothing was learned",
-        COLLAPSED,
-    ),
-    Rule(
-        "healthy",
-        lambda s: s.learned and s.relative("target_rank") > 0.5,
-        "the predictor tells images apart, and the targets are rich",
-        (),
-    ),
-    Rule(
-        "shortcut",
-        lambda s: (
-            max(s.now["skill"], s.half["skill"]) < 0.03
-            and max(s.now["predicted_image_share"], s.half["predicted_image_share"]) < 0.02
-            and min(s.now["skill"], s.half["skill"]) > -0.3
-            and s.now["target_image_share"] < 1.05 * s.half["target_image_share"]
-        ),
-        "the predictor knows the position of a patch and nothing about the image",
-        (
-            "show more of the image: raise --masking.context_length, lower --masking.target_scale"
-            " (random masks: lower --masking.ratio)",
-            "look at `stopmim analyse masks` and the images: can the hidden part be guessed?",
-        ),
-    ),
-)
-# Fixed targets, such as pixels, cannot collapse: if they are poor, so are the images.
-RULES_FOR_FIXED_TARGETS = (
-    Rule(
-        "collapse",
-        lambda s: s.now["target_image_share"] < 0.02 or s.now["target_spread"] < 0.05,
-        "the fixed targets, such as pixels, are the same for all images",
-        (CHECK_DATA,),
-    ),
-    *(rule for rule in RULES if rule.verdict in ("healthy", "shortcut")),
-)
-TOO_EARLY = "the predictor does not tell images apart yet, and nothing has settled"
-TOO_CLOSE = "the predictor tells images apart, but the targets are poorer than they may become"
+
+def judge(s: Signs) -> Finding:
+    """The first rule that holds, from the worst state of a run to the best."""
+    now, half = s.now, s.half
+    if not fixed_targets(now):
+        if poor := _poor_features(s):
+            return poor
+    elif now["target_image_share"] < 0.02 or now["target_spread"] < 0.05:  # as poor as the images
+        why = "the fixed targets, such as pixels, are the same for all images"
+        return Finding("collapse", why, (CHECK_DATA,))
+    if s.learned and s.relative("target_rank") > 0.5:
+        return Finding("healthy", "the predictor tells images apart, and the targets are rich")
+    if (
+        half is not now
+        and max(now["skill"], half["skill"]) < 0.03
+        and max(now["predicted_image_share"], half["predicted_image_share"]) < 0.02
+        and min(now["skill"], half["skill"]) > -0.3
+        and now["target_image_share"] < 1.05 * half["target_image_share"]
+    ):
+        why = "the predictor knows the position of a patch and nothing about the image"
+        return Finding("shortcut", why, SHOW_MORE)
+    early = "the predictor does not tell images apart yet, and nothing has settled"
+    close = "the predictor tells images apart, but the targets are poorer than they may become"
+    return Finding("too early to say", close if s.learned else early)
+
+
+def _poor_features(s: Signs) -> Finding | None:
+    """The rules for targets that are learned: fixed ones, such as pixels, cannot collapse."""
+    now, rank, spread = s.now, s.relative("target_rank"), s.relative("target_spread")
+    if now["target_image_share"] < 0.02:
+        return Finding("collapse", "the targets are the same for all images", POOR_FROM_THE_START)
+    if now["target_spread"] < 0.05 or now["target_rank"] < 1.6:
+        return Finding("collapse", "the targets are the same everywhere", POOR_FROM_THE_START)
+    if rank < 0.25:
+        why = "the targets have lost most of the rank of the untrained network"
+        return Finding("collapse", why, COLLAPSED)
+    begun = s.start["neighbours"]  # 0.5 is chance
+    if begun > 0.6 and now["neighbours"] - 0.5 < 0.25 * (begun - 0.5):
+        why = "two crops of an image match each other hardly better than by chance"
+        return Finding("collapse", why, COLLAPSED)
+    repeated, lost = now.get("epoch", 0) > REPEATED, s.of_best("target_rank") < 0.6
+    if repeated and lost and spread > 0.7 and s.risen("target_rank") < 1.1 and s.risen("loss") > 2:
+        why = "the loss has been rising while the targets lose rank and keep their spread"
+        return Finding("over-training", why, STOP_EARLIER)
+    if rank < 0.4:
+        why = "the targets have a far lower rank than those of the untrained network"
+        return Finding("partial collapse", why, COLLAPSED)
+    if rank < 0.5 and spread < 0.5 and now["skill"] < 0.02:
+        why = "half of the spread and half of the rank of the targets are gone, "
+        why += "and nothing was learned"
+        return Finding("partial collapse", why, COLLAPSED)
+    return None
 
 
 def fixed_targets(now: Logged) -> bool:

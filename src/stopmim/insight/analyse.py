@@ -12,17 +12,8 @@ from matplotlib.figure import Figure
 from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
-from stopmim.insight.figures import (
-    collapse,
-    masks,
-    norms,
-    pca,
-    prediction,
-    similarity,
-    smoothing,
-    uncertainty,
-)
-from stopmim.insight.figures.subject import Subject, images_of, load, views
+from stopmim.insight.figures import curves, masks, pca, prediction, similarity, theory
+from stopmim.insight.figures.subject import images_of, load, views
 from stopmim.runs.run import Run
 
 What = Literal[
@@ -52,11 +43,13 @@ def analyse(
         hint = ", or a folder for the figure with --out" if of_the_method else ", as runs/first"
         raise UserError(f"analyse {what}: name a run directory{hint}")
     folder = Path(out) if out is not None else Path(runs[0]) / "figures"
-    if what == "all" and data is None:
-        data = images_of(Run(runs[0]))  # once: rendering thousands of scenes takes time
+    found = [Run(run) for run in runs]
+    images = None if data is None else open_images(data)
+    if what == "all" and images is None:
+        images = images_of(found[0])  # once: rendering thousands of scenes takes time
     paths = []
     for one in get_args(What) if what == "all" else (what,):
-        picture = figure_of(one, [Path(run) for run in runs], data)
+        picture = figure_of(one, found, images)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             picture.savefig(folder / f"{one}.png", dpi=DPI)
@@ -66,39 +59,27 @@ def analyse(
     return paths
 
 
-def figure_of(what: What, paths: list[Path], data: str | Path | Images | None = None) -> Figure:
+def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
     """Draws the figure of one analysis."""
-    images = None if data is None else open_images(data)
-    runs = [Run(path) for path in paths]
     match what:
         case "noise":
-            return norms.figure([norms.norms(run) for run in runs])
+            return curves.norms(runs)
         case "similarity":
             model, seed, context = runs[0].model(), runs[0].config.seed, None
             if model.predictor.positions.conditioned:
-                context = similarity.seen(load(paths[0], images, 1))
+                context = similarity.seen(load(runs[:1], images, 1)[0])
             return similarity.figure(similarity.of_model(model, seed, context=context))
         case "prediction":
-            subjects = _same_views(paths, images, IMAGES)
-            return prediction.figure([prediction.predict(subject) for subject in subjects])
+            return prediction.heat_maps(load(runs, images, IMAGES))
         case "collapse":
-            toys = [collapse.toy(tied=tied) for tied in (True, False)]
-            return collapse.figure(toys, [collapse.of_run(run) for run in runs])
+            return theory.collapse(runs)
         case "smoothing":
-            return smoothing.figure(smoothing.smoothing())
+            return theory.smoothing()
         case "pca":
-            subjects = _same_views(paths, images, 2 * IMAGES)
-            return pca.figure([pca.maps(subject) for subject in subjects])
+            return pca.figure(load(runs, images, 2 * IMAGES))
         case "masks":
-            config = runs[0].config
-            return masks.figure(views(runs[0], images, IMAGES), masks.coverage(config))
+            return masks.figure(views(runs[0], images, IMAGES), runs[0].config)
         case "uncertainty":
-            return uncertainty.figure(uncertainty.uncertainty(load(paths[0], images, IMAGES)))
+            return prediction.uncertainty_maps(load(runs[:1], images, IMAGES)[0])
         case unknown:
             assert_never(unknown)
-
-
-def _same_views(paths: list[Path], images: Images | None, count: int) -> list[Subject]:
-    """The runs with the same images under the same masks: those of the first."""
-    subjects = [load(path, images, count) for path in paths]
-    return [subject._replace(views=subjects[0].views) for subject in subjects]

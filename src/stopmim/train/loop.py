@@ -34,7 +34,7 @@ from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
-from stopmim.health.measure import Health, due_every, health_sample
+from stopmim.health.measure import Health, due_every
 from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -197,9 +197,7 @@ class _Training:
         if lost := getattr(images, "unreadable", []):
             say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
         self.health_every = due_every(config)
-        self.health = None
-        if self.health_every:
-            self.health = Health(health_sample(images, config), device, self.amp)
+        self.health = Health(images, config, device, self.amp) if self.health_every else None
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
         self.untrained = self.health.measure(model) if self.health and fresh else None

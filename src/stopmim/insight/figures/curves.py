@@ -1,70 +1,34 @@
-"""The log of a run as curves over the steps, and small figures of them.
-
-Shapes: n logged steps, b points of a curve.
-"""
+"""The log of a run as curves over the steps, of b points each, and small figures of them."""
 
 from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from stopmim.base.errors import UserError
+from stopmim.config.yaml_text import parse_yaml
 from stopmim.health.log import Logged, measurements, number
-from stopmim.insight.figures.pictures import SERIES, house_style, style_plot
+from stopmim.insight.figures.pictures import COLOURS, SERIES, house_style, panels, style_plot
+from stopmim.runs.run import Run
 
 POINTS = 240  # per curve: more cannot be seen, and would make the page of a long run many MB
+NORMS = {"norm_A": "norm of A", "norm_mask_token": "norm of the mask token"}
 SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA momentum of I-JEPA fills it
 
 
 class Panel(NamedTuple):
     title: str
-    series: tuple[tuple[str, str], ...]  # key in metrics.jsonl, name in the legend
+    series: dict[str, str]  # key in metrics.jsonl -> name in the legend
     about: str
     low: float | None = None  # lower values are shown as this
 
 
-PANELS = (
-    Panel(
-        "Loss",
-        (("loss", "loss"),),
-        "between predictions and targets; smooth L1 for features, squared error for pixels",
-    ),
-    Panel(
-        "Spread of the features",
-        (("target_std", "targets"), ("predicted_std", "predictions")),
-        "standard deviation over patches; if that of the targets falls to 0, they have collapsed",
-    ),
-    Panel(
-        "Effective rank of the targets",
-        (("target_rank", "rank"),),
-        "how many directions they fill (RankMe); towards 1 is collapse",
-    ),
-    Panel(
-        "Effective rank of the features",
-        (("feature_rank", "rank"),),
-        "how many directions features of whole images fill (RankMe), if the targets are fixed",
-    ),
-    Panel(
-        "Decided by the image",
-        (("target_image_share", "targets"), ("predicted_image_share", "predictions")),
-        "share of the variance that the position of a patch does not explain; 0 is a shortcut",
-    ),
-    Panel(
-        "Skill",
-        (("skill", "skill"),),
-        "share of what images decide about the targets that is predicted; cut at -1",
-        low=-1.0,
-    ),
-    Panel("Gradient norm", (("grad_norm", "norm"),), "of encoder and predictor, before clipping"),
-    Panel(
-        "Norms of A and the mask token",
-        (("norm_A", "|A|"), ("norm_mask_token", "|m~|")),
-        "with StoP, A carries the noise of the positions; if it shrinks, so does the uncertainty",
-    ),
-    Panel("Learning rate", (("lr", "rate"),), "of AdamW, for all parameters"),
-    Panel("EMA momentum", (("momentum", "momentum"),), "of the target encoder; 1 stops it"),
-)
+_FILE = Path(__file__).with_name("panels.yaml")
+PANELS = [Panel(**panel) for panel in parse_yaml(_FILE.read_text("ascii"), str(_FILE))]
 
 
 class Curve(NamedTuple):
@@ -123,4 +87,32 @@ def figure(curves: Sequence[Curve]) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     style_plot(axes, x="step")
     axes.margins(x=0.02)
+    return picture
+
+
+@house_style()
+def norms(runs: Sequence[Run]) -> Figure:
+    """The last norms over sigma if the runs differ in it, else the norms over the steps.
+
+    With sigma the paper sees A shrink and the mask token grow.
+    """
+    sigmas = [run.config.positions.sigma or 0.0 for run in runs]  # 0: certain positions
+    picture, grid = panels(1, 2, (6.4, 2.5))
+    for axes, (key, label) in zip(grid[0], NORMS.items(), strict=True):
+        found = [curve(run.metrics, key) for run in runs]
+        for run, c in zip(runs, found, strict=True):
+            if not len(c.step):
+                raise UserError(f"{run.path}: metrics.jsonl has no norms of A and the mask token")
+        if len(set(sigmas)) > 1:
+            last = sorted(zip(sigmas, (c.mean[-1] for c in found), strict=True), key=itemgetter(0))
+            axes.plot(
+                *zip(*last, strict=True), color=SERIES[0], marker="o", linewidth=1.6, clip_on=False
+            )
+            style_plot(axes, label, "sigma, the variance of the noise")
+            continue
+        for colour, run, c in zip(COLOURS, runs, found, strict=False):
+            axes.plot(c.step, c.mean, color=colour, linewidth=1.6, label=run.path.resolve().name)
+        style_plot(axes, label, "step")
+        if key == "norm_A" and len(runs) > 1:
+            axes.legend(frameon=False)
     return picture

@@ -1,9 +1,4 @@
-"""Masks of a config: on images, and how often each patch is seen and predicted.
-
-Shapes: S steps, N = side * side patches.
-"""
-
-from typing import NamedTuple
+"""Masks of a config: on images, and how often each patch is seen and predicted."""
 
 import numpy as np
 import torch
@@ -17,13 +12,11 @@ from stopmim.method.build import draw_masks
 IMAGES = 64  # per step
 
 
-class Coverage(NamedTuple):
-    seen: np.ndarray  # (side, side) share of the images in which the patch is seen
-    hidden: np.ndarray  # (side, side) share in which it is predicted, in any block
+def coverage(config: Config, steps: int = 50) -> np.ndarray:
+    """Share of the images in which a patch is seen, and predicted in any block: (2, side, side).
 
-
-def coverage(config: Config, steps: int = 50) -> Coverage:
-    """Shares over the first `steps` updates; a corner that is never used stands out."""
+    Over the first `steps` updates; a corner that is never used stands out.
+    """
     n, side = min(IMAGES, config.optim.batch_size), config.side
     counts = np.zeros((2, side * side))
     for step in range(steps):
@@ -32,13 +25,12 @@ def coverage(config: Config, steps: int = 50) -> Coverage:
             # (M, n, K) patches: one in several blocks of an image counts once.
             taken = torch.zeros(n, side * side).scatter_(1, torch.cat([*index[:, :n]], dim=1), 1)
             count += taken.sum(dim=0).numpy()
-    seen, hidden = (counts / (n * steps)).reshape(2, side, side)
-    return Coverage(seen, hidden)
+    return (counts / (n * steps)).reshape(2, side, side)
 
 
 @house_style()
-def figure(views: list[Preview], found: Coverage) -> Figure:
-    """Images with their masks, and the two maps beside them."""
+def figure(views: list[Preview], config: Config) -> Figure:
+    """Images with their masks, and the two maps of `coverage` beside them."""
     columns = min(4, len(views))
     picture, grid = pictures.panels(2, columns + 1, (2 * (columns + 1) + 0.6, 4))
     pictures.style_images(grid[:, columns])
@@ -46,7 +38,8 @@ def figure(views: list[Preview], found: Coverage) -> Figure:
         axes.set_axis_off()
     for axes, view in zip(grid[:, :columns].flat, views, strict=False):
         pictures.draw_preview(axes, view)
-    for axes, shares, title in zip(grid[:, columns], found, ("seen", "predicted"), strict=True):
+    maps = zip(grid[:, columns], coverage(config), ("seen", "predicted"), strict=True)
+    for axes, shares, title in maps:
         shown = axes.imshow(100 * shares, cmap="viridis", vmin=0)
         axes.set_title(f"how often {title}", size=9)
         pictures.colour_bar(picture, shown, axes, shrink=0.75, aspect=14, format="%.0f %%")

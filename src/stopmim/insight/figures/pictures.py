@@ -34,6 +34,7 @@ _VARIABLES = {INK: "--ink", RULE: "--rule", SERIES[0]: "--series-1", SERIES[1]: 
 # Okabe and Ito, "Color Universal Design" (2008): distinct with any colour vision. Their black and
 # blue are left out: too dark on a dark picture.
 BLOCKS = ("#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#009e73", "#d55e00")
+COLOURS = (*SERIES, *BLOCKS)  # of the lines of a plot
 
 HIDDEN_ALPHA = 64  # of 255: hidden patches can be made out and are not mistaken for seen ones
 PREVIEW_PIXELS = 256  # along an edge, or slightly less: whole pixels per patch
@@ -133,10 +134,7 @@ class Preview(NamedTuple):
 
 
 def previews(images: Images, config: Config, step: int, count: int) -> list[Preview]:
-    """The first images of the batch of `step`, cropped and masked as the run does on a CPU.
-
-    Unreadable images are left out.
-    """
+    """The first readable images of the batch of `step`, cropped and masked as on a CPU."""
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
     keys = next(batch_keys(images, config, step, shares=[part], steps_per_epoch=per_epoch))

@@ -1,44 +1,42 @@
-"""Heat maps: which patches of an image resemble the prediction for a hidden patch.
+"""Predictions: which patches resemble them, where they are wrong, where they depend on the noise.
 
-As in the paper: the cosine of one prediction with all targets of the same image, then a softmax.
-I-JEPA finds the right place, StoP also finds the same object elsewhere.
+Heat maps are made as in the paper: the cosine of one prediction with all targets of the same image,
+then a softmax. I-JEPA finds the right place, StoP also finds the same object elsewhere.
 
-Shapes: n images, M target blocks of K patches, N = side * side patches, T numbers of a target.
+Shapes: n images, M target blocks of K patches, N = side * side patches, T numbers of a target,
+R masks, S draws.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
+from stopmim.base.random_keys import torch_generator
+from stopmim.health.measure import patch_targets
 from stopmim.insight.figures import pictures
 from stopmim.insight.figures.pictures import Preview, house_style
-from stopmim.insight.figures.subject import Subject, indices, pixels, tokens
+from stopmim.insight.figures.subject import Subject, indices, pixels
+from stopmim.method.build import draw_masks
+from stopmim.method.model import MaskedImageModel
 
 TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map is almost flat
 
 
-class Prediction(NamedTuple):
-    name: str
-    views: list[Preview]
-    cosine: list[np.ndarray]  # per image (M * K, N): one row per hidden patch, block by block
-    patches: list[np.ndarray]  # per image (M * K,): the patch number of each row
-
-
 @torch.no_grad()
-def predict(subject: Subject) -> Prediction:
-    """Cosine of every prediction with every target of its image, without noise."""
-    model, views = subject.model.eval(), subject.views
+def predict(model: MaskedImageModel, views: list[Preview]) -> np.ndarray:
+    """Cosine of every prediction with every target of its image, without noise: (n, M * K, N).
+
+    The hidden patches are in the order of `view.targets`, block by block.
+    """
+    model.eval()
     images, (context, targets) = pixels(views), indices(views)
     noise = model.predictor.draw(context, targets, torch.Generator()).zeros()
     predicted = F.normalize(model.predict(images, context, targets, noise), dim=-1)  # (M, n, K, T)
-    found = F.normalize(tokens(model, images), dim=-1)  # (n, N, T)
-    cosine = torch.einsum("mnkd,npd->nmkp", predicted, found).flatten(1, 2)  # (n, M * K, N)
-    order = targets.transpose(0, 1).flatten(1)  # (n, M * K)
-    return Prediction(subject.name, views, list(cosine.numpy()), list(order.numpy()))
+    found = F.normalize(patch_targets(model, images), dim=-1)  # (n, N, T)
+    return torch.einsum("mnkd,npd->nmkp", predicted, found).flatten(1, 2).numpy()
 
 
 def heat(cosine: np.ndarray) -> np.ndarray:
@@ -54,27 +52,82 @@ def central(patches: np.ndarray, side: int) -> int:
 
 
 @house_style()
-def figure(predictions: Sequence[Prediction], rows: int = 4) -> Figure:
+def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
     """One row per image: the visible part, then the heat map of one hidden patch for every run."""
-    rows, columns = min(rows, len(predictions[0].views)), len(predictions)
-    size = 1.9 * (columns + 1) + 0.8, 1.9 * rows + 0.3
-    picture, grid = pictures.panels(rows, columns + 1, size)
+    views, columns = subjects[0].views, len(subjects) + 1
+    cosines = [predict(subject.model, views) for subject in subjects]
+    rows = min(rows, len(views))
+    picture, grid = pictures.panels(rows, columns, (1.9 * columns + 0.8, 1.9 * rows + 0.3))
     pictures.style_images(grid)
-    for r in range(rows):
-        view, patches = predictions[0].views[r], predictions[0].patches[r]
-        side, row = view.side, central(patches, view.side)
-        extent = (0, side, side, 0)
+    for r, view in enumerate(views[:rows]):
+        side, patches = view.side, view.targets.ravel()
+        row, extent = central(patches, side), (0, side, side, 0)
         grid[r, 0].imshow(pictures.faded(view.image, view.context, side), extent=extent)
-        for c, prediction in enumerate(predictions, 1):
-            hot = heat(prediction.cosine[r][row]).reshape(side, side)
-            grid[r, c].imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
-            shown = grid[r, c].imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
-            if r == 0:
-                grid[r, c].set_title(prediction.name, size=9)
+        for axes, cosine in zip(grid[r, 1:], cosines, strict=True):
+            hot = heat(cosine[r, row]).reshape(side, side)
+            axes.imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
+            shown = axes.imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
         for axes in grid[r]:
             pictures.mark_patch(axes, int(patches[row]), side)
-    grid[0, 0].set_title("seen; hidden patch", size=9)
+    titles = ["seen; hidden patch", *(subject.name for subject in subjects)]
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, size=9)
     bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)
+    return picture
+
+
+@torch.no_grad()
+def uncertainty(
+    subject: Subject, masks: int = 24, draws: int = 4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Error, variance and number of the predictions, patch by patch: (n, side, side) each.
+
+    The error is the mean squared one per component, over masks and draws; the variance is that
+    over draws. Both are nan where a patch was never predicted.
+    """
+    model, views = subject.model.eval(), subject.views
+    images, n, side = pixels(views), len(views), views[0].side
+    found = patch_targets(model, images)  # (n, N, T)
+    sums = torch.zeros(3, n, side * side)  # error, variance, count
+    for r in range(masks):
+        (drawn,) = draw_masks(subject.config, r, [slice(0, n)], torch.device("cpu"))
+        context, targets = drawn.context[:n], drawn.targets[:, :n]
+        generator = torch_generator("uncertainty", r)
+        # (n, C, D), once for all draws: the noise enters behind the encoder
+        seen = model.encoder(images, context, all_tokens=model.target.class_token_seen)
+        noises = [model.predictor.draw(context, targets, generator) for _ in range(draws)]
+        many = torch.stack([model.predictor(seen, context, targets, noise) for noise in noises])
+        # (S, M, n, K, T)
+        want = torch.stack([found[torch.arange(n)[:, None], block] for block in targets])
+        error = (many - want).square().mean(dim=(0, -1))  # (M, n, K)
+        variance = many.var(dim=0).mean(dim=-1)
+        for total, values in zip(sums, (error, variance, torch.ones_like(error)), strict=True):
+            for index, value in zip(targets, values, strict=True):  # (n, K) each
+                total.scatter_add_(1, index, value)
+    error, variance, count = (x.reshape(n, side, side).numpy() for x in sums)
+    often = np.where(count > 0, count, np.nan)
+    return error / often, variance / often, count
+
+
+@house_style()
+def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
+    """One row per image: the image, the error, the variance over noise; one scale per column."""
+    rows = min(rows, len(subject.views))
+    picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
+    pictures.style_images(grid)
+    for axes, view in zip(grid[:, 0], subject.views, strict=False):
+        axes.imshow(view.image)
+    for column, maps in zip(grid.T[1:], uncertainty(subject)[:2], strict=True):
+        high = float(np.nanmax(maps[:rows])) or 1.0
+        for axes, values in zip(column, maps, strict=False):
+            axes.set_facecolor(pictures.RULE)  # seen where a patch was never predicted
+            shown = axes.imshow(values, cmap="viridis", vmin=0, vmax=high)
+        options = {"location": "bottom", "shrink": 0.8, "aspect": 24, "pad": 0.01}
+        bar = pictures.colour_bar(picture, shown, column, **options)
+        bar.set_ticks([0, high], labels=["0", f"{high:.2g}"])
+    titles = ("image", "error of the prediction", "variance over noise draws")
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, size=9)
     return picture

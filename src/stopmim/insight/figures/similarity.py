@@ -48,11 +48,6 @@ def of_model(
     return similarity(positions, project, queries, DRAWS, torch_generator("report", seed), context)
 
 
-def same_for_all_images(positions: Positions) -> bool:
-    """Whether there is noise, and none of it depends on the image."""
-    return positions.uncertain and not positions.conditioned
-
-
 @torch.no_grad()
 def seen(subject: Subject) -> Tensor:
     """The context tokens (C, D) of the first image, for noise that is made from them."""
@@ -74,11 +69,8 @@ def similarity(
     The paper names neither the similarity of its figure nor the number of draws. The mean is taken
     over cosines: the cosine of the mean embedding would be the deterministic one again.
 
-    Args:
-        positions: the table psi and the noise; without noise all three maps are equal.
-        project: A, the predictor's `noise_layer`.
-        queries: (Q,) patch numbers.
-        context: tokens (C, D) of an image, for noise that is made from them.
+    `project` is A, the predictor's `noise_layer`; `queries` are patch numbers (Q,); `context` are
+    tokens (C, D) of an image, for noise that is made from them. Without noise the maps are equal.
     """
     psi = positions.table[0].double()  # (N, P)
     query = psi[queries]  # (Q, P)

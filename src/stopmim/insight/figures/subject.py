@@ -1,10 +1,9 @@
 """The subject of an analysis: the model of a run, and a few of its images with their masks.
 
-Shapes: n images, C context patches, M target blocks of K patches, N patches, D width, T numbers of
-a target.
+Shapes: n images, C context patches, M target blocks of K patches.
 """
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,19 +28,18 @@ class Subject(NamedTuple):
     views: list[Preview]
 
 
-def load(path: str | Path, images: Images | None, count: int, step: int = 0) -> Subject:
-    """The newest model of the run at `path`, and the first images of the batch of `step`.
+def load(runs: Sequence[Run], images: Images | None, count: int) -> list[Subject]:
+    """The newest models of the runs, all with the first images and masks of the first run.
 
-    Without `images`, those the run was trained on.
+    Without `images`, those the first run was trained on.
     """
-    run = Run(Path(path))
-    shown = views(run, images, count, step)
-    return Subject(run.path.resolve().name, run.config, run.model(), shown)
+    shown = views(runs[0], images, count)
+    return [Subject(run.path.resolve().name, run.config, run.model(), shown) for run in runs]
 
 
-def views(run: Run, images: Images | None, count: int, step: int = 0) -> list[Preview]:
-    """The first images of the batch of `step`, with their masks."""
-    found = previews(images or images_of(run), run.config, step, count)
+def views(run: Run, images: Images | None, count: int) -> list[Preview]:
+    """The first images of the first batch, with their masks."""
+    found = previews(images or images_of(run), run.config, 0, count)
     if not found:
         raise DataError(f"{run.path}: none of its first images can be read")
     return found
@@ -67,16 +65,3 @@ def indices(views: list[Preview]) -> tuple[Tensor, Tensor]:
     context = torch.from_numpy(np.stack([view.context for view in views]))
     targets = torch.from_numpy(np.stack([view.targets for view in views], axis=1))
     return context, targets
-
-
-@torch.no_grad()
-def tokens(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """Targets at every patch, (n, N, T)."""
-    every = torch.arange(model.encoder.side**2)
-    return model.targets(images, every.expand(1, len(images), -1))[0]
-
-
-@torch.no_grad()
-def features(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """Learned features of every patch, (n, N, D): the targets, unless those are fixed."""
-    return tokens(model, images) if model.target.learned else model.encoder(images)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style, panels, style_plot
+from stopmim.insight.figures.pictures import COLOURS, INK, house_style, panels, style_plot
 
 COLUMNS = 2  # panels side by side
 
@@ -37,7 +37,7 @@ def figure(shown: Sequence[Panel], axis: str) -> Figure:
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     for i, (axes, panel) in enumerate(zip(grid.flat, shown, strict=False)):
-        for colour, (name, points) in zip((*SERIES, *BLOCKS), panel.lines.items(), strict=False):
+        for colour, (name, points) in zip(COLOURS, panel.lines.items(), strict=False):
             points = sorted(points, key=lambda point: point.x)
             x = [point.x for point in points]
             mean = [math.fsum(p.values) / len(p.values) for p in points]

@@ -1,8 +1,6 @@
 """Data for the script of the page, as JSON: curves, predictions and positions to explore.
 
 Maps are bytes, 0 to 255, in base64: a thousand of them take less room than one photograph.
-
-Shapes: N = side * side patches.
 """
 
 import base64
@@ -20,13 +18,13 @@ from stopmim.health.log import Logged
 from stopmim.insight.figures import curves, prediction
 from stopmim.insight.figures.pictures import Preview, resized
 from stopmim.insight.figures.similarity import DRAWS, of_model
-from stopmim.insight.figures.subject import Subject
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
 from stopmim.weights.load import load_model
 
+SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="ascii")
 EDGE = 240  # pixels of an image of the explorer
 MAPS = 6_000_000  # bytes of heat maps in a page; beyond that, fewer images are shown
 
@@ -42,22 +40,20 @@ def as_json(tree: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def charts(
-    runs: Sequence[tuple[str, Sequence[Logged]]], reference: Sequence[Logged] = ()
-) -> list[dict[str, Any]]:
+def charts(runs: Sequence[Run], reference: Sequence[Logged]) -> list[dict[str, Any]]:
     """The curves of several runs, panel by panel; the first run is the subject of the page.
 
     Those of the `reference` come last, in the colours of the subject.
     """
-    drawn = [(number, name, lines) for number, (name, lines) in enumerate(runs)]
-    drawn += [(-1, "reference", reference)] if reference else []
+    named = [(i, run.path.resolve().name, run.metrics) for i, run in enumerate(runs)]
+    drawn = [*named, *([(-1, "reference", reference)] if reference else [])]
     shown = []
     for panel in curves.PANELS:
         found = [
             {"run": number, "name": name, "label": label, "series": colour}
             | {k: [float(f"{v:.5g}") for v in values] for k, values in c._asdict().items()}
             for number, name, lines in drawn
-            for colour, (key, label) in enumerate(panel.series)
+            for colour, (key, label) in enumerate(panel.series.items())
             if len((c := curves.curve(lines, key, low=panel.low)).step)
         ]
         if any(line["run"] == 0 for line in found):
@@ -75,17 +71,17 @@ def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any
         return None
     side, hidden = config.side, views[0].targets.size
     views = views[: max(1, MAPS // (len(models) * hidden * side**2 * 4 // 3 + 1))]
-    found = [prediction.predict(Subject(name, config, model, views)) for name, model in models]
+    cosines = [prediction.predict(model, views) for _, model in models]
     return {
         "side": side,
-        "steps": [one.name for one in found],
+        "steps": [name for name, _ in models],
         "images": [
             {
                 "picture": _png(view.image),
                 "context": view.context.tolist(),
-                "patches": found[0].patches[i].tolist(),
+                "patches": view.targets.ravel().tolist(),
                 "blocks": len(view.targets),
-                "maps": [packed(prediction.heat(one.cosine[i])) for one in found],
+                "maps": [packed(prediction.heat(cosine[i])) for cosine in cosines],
             }
             for i, view in enumerate(views)
         ],
@@ -97,7 +93,7 @@ def positions(model: MaskedImageModel, seed: int) -> dict[str, Any]:
     side = model.predictor.positions.side
     found = of_model(model, seed, torch.arange(side**2))
     low, high = float(found.maps.min()), float(found.maps.max())
-    scaled = (found.maps - low) / max(1e-9, high - low)  # (N, 3, side, side)
+    scaled = (found.maps - low) / max(1e-9, high - low)  # (side * side, 3, side, side)
     return {
         "side": side,
         "titles": ["without noise", "one draw", f"mean of {DRAWS} draws"],
@@ -112,7 +108,3 @@ def _png(image: np.ndarray) -> str:
     file = io.BytesIO()
     resized(image, edge).save(file, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def script() -> str:
-    return (Path(__file__).parent / "page.js").read_text(encoding="ascii")
