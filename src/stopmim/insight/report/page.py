@@ -104,11 +104,8 @@ def write_report(
 
 
 def _visible(value: object) -> str:
-    """`value` as text, with control characters, direction marks and lone surrogates escaped.
-
-    They are written as ``repr`` does; escaping HTML is left to jinja.
-    """
-    if isinstance(value, Markup):
+    """`value` with control characters, direction marks and lone surrogates as `repr` has them."""
+    if isinstance(value, Markup):  # jinja escapes HTML in everything else
         return value
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
@@ -129,11 +126,9 @@ _ENVIRONMENT.globals |= {
     "script": Markup(explorer.SCRIPT),
     "digest": base64.b64encode(hashlib.sha256(explorer.SCRIPT.encode()).digest()).decode(),
     "svg": lambda figure, name: Markup(pictures.svg(figure, name)),
-    "figures": {
-        "curves": curves.figure,
-        "preview": pictures.figure,
-        "similarity": similarity.figure,
-    },
+    "draw_curves": curves.figure,
+    "draw_preview": pictures.figure,
+    "draw_similarity": similarity.figure,
 }
 _ENVIRONMENT.filters |= {
     "count": count_text,
