@@ -307,7 +307,7 @@ def test_another_list_is_another_data_set(tmp_path: Path) -> None:
 
 def test_a_run_that_met_too_many_bad_files_goes_on_as_it_advises(tmp_path: Path) -> None:
     images = NoiseImages(broken=(3, 17))
-    with pytest.raises(DataError, match=r"raise --data.max_bad to go on") as said:
+    with pytest.raises(DataError, match=r"raise --data.max_bad to continue") as said:
         pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.0}))
     pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.1}))
     listed = str(said.value).split("--data.skip ")[1]

@@ -174,7 +174,7 @@ def _given(text: str, runs: Path, data: str, asked: tuple[Question, ...]) -> Tri
     if not name or not file or not Path(file).exists():
         raise UserError(f"--checkpoint {text}: expected NAME=FILE, with a file that exists")
     if (Path(file) / "run.json").exists():
-        file = str(Run(file).checkpoint)  # the run directory does not change when the run goes on
+        file = str(Run(file).checkpoint)  # the path of a run stays the same when it is resumed
     state = Path(file).stat()
     key = f"{Path(file).resolve()} {state.st_size} {state.st_mtime_ns}"
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name)

@@ -10,7 +10,7 @@ depend neither on the batch size nor on the number of GPUs.
 Shapes: B images, N = side * side patches, C context patches, M targets of K patches or L cells of
 2x2 patches, T candidates.
 
-Longer than other files, because each sampler is told in one piece, down to what it refuses.
+Longer than other files, so that each sampler is in one piece, down to what it refuses.
 """
 
 import functools
@@ -153,9 +153,9 @@ class MultiBlock(MaskSampler):
         return possible_blocks(self.side, self.context_scale, (1.0, 1.0), self._longest)
 
     def draw(self, batch: int, generator: torch.Generator, sizes: Sizes | None = None) -> Masks:
-        """Every placement that leaves too few patches to see is passed over for the next candidate.
+        """Takes the first of CANDIDATES placements that leaves enough patches to see.
 
-        All CANDIDATES are drawn at once: nothing loops and nothing waits for the device.
+        All are drawn at once: nothing loops and nothing waits for the device.
         """
         sizes = self._fitting(sizes or self.draw_sizes(generator))
         side, length, device = self.side, self.length, generator.device
@@ -288,7 +288,7 @@ class ReleasedMultiBlock(MultiBlock):
                 raise ValueError(
                     f"a {name} block of {block.height}x{block.width} {grid} is refused by the "
                     f"released sampler, which wants more than {RELEASED_MIN_KEEP} patches and "
-                    f"would try for ever; leave out compat, raise {name}_scale, or use a finer grid"
+                    f"would retry forever; drop compat, raise {name}_scale, or use a finer grid"
                 )
         if self.context_length is not None:
             raise ValueError(

@@ -40,7 +40,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Target(ABC):
-    """What is predicted of a masked patch, and how far off a prediction is.
+    """The thing to predict of a masked patch, and the loss of a prediction.
 
     A subclass gives `name`, `of` and, where it differs, the loss and the class attributes.
     """

@@ -9,7 +9,7 @@ Shapes: B images, K tokens of a target block, C context tokens, N = side * side 
 width, P predictor width. `index` holds int64 patch numbers in row-major order, with any leading
 dimensions.
 
-Longer than other files: the four kinds are read side by side.
+Longer than other files, so that the kinds can be read side by side.
 """
 
 import math
@@ -187,7 +187,7 @@ class Positions(nn.Module):
 
     @property
     def method(self) -> str:
-        """What it adds to the name of a method: "I-JEPA" + this."""
+        """Addition to the name of the method: "I-JEPA" + this."""
         return " with learned positions" if self.base == "learned" else ""
 
     def describe(self) -> str:
@@ -195,12 +195,12 @@ class Positions(nn.Module):
         return "learned positions" if self.base == "learned" else "certain positions"
 
     def tag(self) -> dict[str, Any]:
-        """What the weights alone do not say, for exported files; read by `build.from_tag`."""
+        """Facts that weights alone do not tell, for exported files; read by `build.from_tag`."""
         return {"positions": self.base, "bias": self.bias}
 
     @property
     def not_exportable(self) -> str:
-        """What has no place in the layouts of I-JEPA and MAE; "" if it fits."""
+        """Reason why the layouts of I-JEPA and MAE cannot hold it; "" if they can."""
         return "learned positions" if self.base == "learned" else ""
 
 

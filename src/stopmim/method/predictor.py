@@ -156,7 +156,7 @@ class Predictor(nn.Module):
         return self.positions(index, self.noise_layer, noise=noise, tokens=tokens, context=context)
 
     def tag(self) -> dict[str, Any]:
-        """What the weights alone do not say, for exported files; read by `build.from_tag`."""
+        """Facts that weights alone do not tell, for exported files; read by `build.from_tag`."""
         heads = cast(Any, self.predictor_blocks[0]).attn.heads
         noisy = self.noisy if self.positions.uncertain else "masked"  # what certain files say
         return self.positions.tag() | {"tokens": noisy, "heads": heads}

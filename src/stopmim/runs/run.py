@@ -259,7 +259,7 @@ class BadFiles(Lines):
             name, reason = bad[-1]
             raise DataError(
                 f"{len(self.names)} of {self.total} images cannot be read, such as {name}: "
-                f"{reason}; raise --data.max_bad to go on, or leave them out of a new run with "
+                f"{reason}; raise --data.max_bad to continue, or leave them out of a new run with "
                 f"--data.skip {self.path}"
             )
 

@@ -44,7 +44,7 @@ class Protocol:
         return ""
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
-        """What to record with every result, besides encoder, images and seed."""
+        """Facts to record with every result, besides encoder, images and seed."""
         return {}
 
 
