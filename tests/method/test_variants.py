@@ -452,7 +452,7 @@ def test_noise_to_signal_is_the_power_that_the_draws_have(name: str) -> None:
         ({"lowres": "max"}, "lowres: needs positions.kind: sincos, got stochastic"),
         (
             {"lowres": "max", "positions.kind": "sincos", "masking.kind": "random"},
-            "lowres: needs masking.kind: multiblock, got random",
+            "config: lowres: needs rectangles; set masking.kind: multiblock",
         ),
         (
             {"lowres": "max", "positions.kind": "sincos", "masking.target_scale": [0.02, 0.05]},

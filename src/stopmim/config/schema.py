@@ -224,7 +224,6 @@ class Config(Section):
             raise ValueError(f"runtime.accumulate: {what}")
         for key, value, needed in (
             ("positions.kind", self.positions.kind, "sincos"),
-            ("masking.kind", self.masking.kind, "multiblock"),
             ("target", self.target, "features"),
         ):
             if self.lowres and value != needed:

@@ -17,13 +17,7 @@ from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, from_yaml, override, resolve
 from stopmim.config.yaml_text import to_yaml
 from stopmim.method.encoder import INITIALISERS, VisionTransformer
-from stopmim.method.masks import (
-    Masks,
-    MaskSampler,
-    MultiBlock,
-    RandomPatches,
-    ReleasedMultiBlock,
-)
+from stopmim.method.masks import Masks, MaskSampler, MultiBlock, RandomPatches, ReleasedMultiBlock
 from stopmim.method.model import Features, HalfResolution, MaskedImageModel, Pixels, Target
 from stopmim.method.positions import Bias, JitteredPositions, Positions, StochasticPositions
 from stopmim.method.predictor import Predictor
@@ -51,7 +45,8 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
     try:
         build_target(config).check(sampler)
     except ValueError as error:
-        raise UserError(f"config: lowres: {error}") from None
+        key = "lowres" if config.lowres else "target"
+        raise UserError(f"config: {key}: {error}") from None
     return config
 
 

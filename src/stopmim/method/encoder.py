@@ -125,10 +125,7 @@ def initialise_mae(module: nn.Module) -> None:
         nn.init.xavier_uniform_(module.weight.flatten(1))  # a view
 
 
-INITIALISERS: dict[Start, Callable[[nn.Module], None]] = {
-    "jepa": initialise,
-    "mae": initialise_mae,
-}
+INITIALISERS: dict[Start, Callable[[nn.Module], None]] = {"jepa": initialise, "mae": initialise_mae}
 
 
 class VisionTransformer(nn.Module):

@@ -35,7 +35,7 @@ RELEASED_TRIES = 20  # failed placements after which the released code gives up 
 
 class Masks(NamedTuple):
     context: Tensor  # (B, C) int64 patch numbers, ascending
-    targets: Tensor  # (M, B, K) int64 patch numbers of M rectangles, ascending
+    targets: Tensor  # (M, B, K) int64 patch numbers of M blocks, ascending
 
 
 class Block(NamedTuple):

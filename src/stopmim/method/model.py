@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stopmim.method.encoder import Start, VisionTransformer, take
 from stopmim.method.masks import Block, Masks, MaskSampler, cells
+from stopmim.method.positions import Positions
 from stopmim.method.predictor import Noise, Predictor
 
 
@@ -76,6 +77,10 @@ class Target(ABC):
 
     def check(self, sampler: MaskSampler) -> None:
         """Raises ValueError if these masks cannot be predicted."""
+        return
+
+    def check_positions(self, positions: Positions) -> None:
+        """Raises ValueError if these positions cannot be asked for."""
         return
 
     def describe(self) -> str:
@@ -139,6 +144,10 @@ class HalfResolution(Features):
                 f"not hold one whole cell of 2x2 patches; raise masking.target_scale"
             )
 
+    def check_positions(self, positions: Positions) -> None:
+        if positions.uncertain or positions.base == "learned":
+            raise ValueError("half resolution is for certain sine-cosine positions")
+
     def describe(self) -> str:
         return f"also at half the resolution ({self.pool})"
 
@@ -191,10 +200,7 @@ class MaskedImageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.target = target or Features()
-        positions = predictor.positions
-        learned = isinstance(positions.table, nn.Parameter)
-        if isinstance(self.target, HalfResolution) and (positions.uncertain or learned):
-            raise ValueError("half resolution is for certain sine-cosine positions")
+        self.target.check_positions(predictor.positions)
         self.encoder = encoder  # f_theta
         self.predictor = predictor  # g_phi
         self.target_encoder = None

@@ -14,10 +14,7 @@ from stopmim.method.encoder import EPS, Block, initialise, through
 from stopmim.method.positions import Positions, Tokens
 
 # I-JEPA keeps these at the top level of its predictor; here they belong to `positions`.
-_RELEASED_NAMES = {
-    "positions.table": "predictor_pos_embed",
-    "positions.mask_token": "mask_token",
-}
+_RELEASED_NAMES = {"positions.table": "predictor_pos_embed", "positions.mask_token": "mask_token"}
 
 Noisy = Literal["masked", "context", "both"]
 

@@ -83,12 +83,7 @@ class Draws:
 
 
 def draw_noise(
-    predictor: Predictor,
-    masks: Masks,
-    part: slice,
-    config: Config,
-    step: int,
-    dtype: torch.dtype,
+    predictor: Predictor, masks: Masks, part: slice, config: Config, step: int, dtype: torch.dtype
 ) -> Noise:
     """Noise of one part of the batch of `step`, in the dtype it will be multiplied in.
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stopmim._version import __version__
 from stopmim.base import tables
+from stopmim.method.build import build_sampler
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.run import Run
 from stopmim.weights.format import Contents, Format
@@ -34,6 +35,7 @@ def card(target: Format, contents: Contents, encoder: VisionTransformer, branch:
         encoder=encoder,
         branch=branch,
         version=__version__,
+        masks=build_sampler(contents.config).describe() if contents.config else "",
         how_to_load=own,
         run=run if contents.config else None,
         results=_results(run, contents, branch) if run and contents.config else "",

@@ -37,10 +37,7 @@ def default_queries(side: int) -> Tensor:
 
 
 def of_model(
-    model: MaskedImageModel,
-    seed: int,
-    queries: Tensor | None = None,
-    context: Tensor | None = None,
+    model: MaskedImageModel, seed: int, queries: Tensor | None = None, context: Tensor | None = None
 ) -> Similarity:
     """The similarity of some positions of a model, three by default; see `similarity`."""
     positions, project = model.predictor.positions, model.predictor.noise_layer

@@ -44,11 +44,7 @@ START |= {"command": "command", "versions": "versions", "git": "git"}
 
 
 def write_report(
-    run: Run,
-    images: Images | None = None,
-    *,
-    others: Sequence[Run] = (),
-    out: Path | None = None,
+    run: Run, images: Images | None = None, *, others: Sequence[Run] = (), out: Path | None = None
 ) -> Path:
     """Writes `report.html` of `run` from whatever is there, and returns its path.
 
