@@ -25,7 +25,7 @@ MOST = 40  # lines of an example, commands aside
 SAYS = {
     "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
     "A mask sampler": {"report": "one half of the image seen"},
-    "An evaluation protocol": {"eval": "centroid"},
+    "An evaluation protocol": {"eval": "centroid", "report": "centroid"},
     "A source of images": {"check": "40 images scanned", "inspect": "48x48 pixels"},
     "A weight format": {"inspect": "NumPy arrays", "eval": "knn"},
     "A target": {"inspect": "I-JEPA of several layers", "report": "I-JEPA of several layers"},

@@ -3,6 +3,7 @@
 Files in this folder import torch inside methods only, see request.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,16 @@ else:
     Inputs = Any  # imports torch; here it is needed as a type only
 
 
-class Protocol:
+class Protocol(ABC):
     """One way to measure an encoder. A subclass is a frozen dataclass, its fields are options."""
 
     name: ClassVar[str]  # on the command line and in results
     needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: asked once for each
     in_suite: ClassVar[bool] = True
 
+    @abstractmethod
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         """Yields the results for `label`; it is "" for a protocol that needs none."""
-        raise NotImplementedError
 
     @property
     def cacheable(self) -> bool:
