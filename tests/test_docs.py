@@ -1,10 +1,14 @@
 """What README and docs tell people to type works as it stands there."""
 
+import json
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,9 @@ PYTHON = [
     for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FEW = {"make_photos.py": ["photos", "12"]}  # arguments that make an example quicker
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+NOTEBOOK = ROOT / "notebooks" / "photos.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +118,20 @@ def test_a_command_works_as_written(line: str) -> None:
             assert ROOT / script in EXAMPLES  # run below
         case ["python", "results/tiny_imagenet.py", "tiny-imagenet-200", *out] if len(out) == 2:
             pass  # run below
-        case ["pip", "install", *_]:
-            assert "stopmim" in line or " -e " in line or "torch" in line
+        case ["pip", "install", *words]:
+            ours = [word for word in words if re.match(r"stopmim|\.(\[|$)|torch$", word)]
+            assert ours, line
+            assert set(re.findall(r"\w+", " ".join(re.findall(r"\[(.*?)\]", line)))) <= EXTRAS
+        case ["python", "examples/make_photos.py", *words]:
+            assert len(words) <= 2  # run below
+        case ["docker", "build", *words]:
+            named = [word.partition("=")[0] for word in words if "=" in word]
+            assert all(f"ARG {name}=" in (ROOT / "Dockerfile").read_text() for name in named)
+        case ["docker", "run", *words]:
+            ours = words[next(i for i, word in enumerate(words) if word.startswith("stopmim")) + 1 :]
+            assert parse(ours) is not None
+        case ["jupyter", "lab", notebook]:
+            assert (ROOT / notebook).is_file()
         case _:
             pytest.fail(f"no rule for {line!r}")
 
@@ -140,9 +159,36 @@ def test_an_example_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys, "argv", [str(script), *FEW.get(script.name, [])])
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_notebook_goes_from_a_folder_to_neighbours(tmp_path: Path) -> None:
+    """Its cells in order, in a new process, with fewer photographs and epochs."""
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    sources = ["".join(cell["source"]) for cell in cells]
+    (given,) = [i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", ())]
+    names = set(re.findall(r"^(\w+) =", sources[given], re.M))
+    few = {"EPOCHS": 1, "SCENES": 40}
+    assert few.keys() <= names
+    sources.insert(given + 1, "\n".join(f"{name} = {value}" for name, value in few.items()))
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(sources)],
+        cwd=tmp_path,
+        env=os.environ | {"MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("40 photographs in photos\n1 updates, loss ")
+    with Image.open(tmp_path / "runs" / "notebook" / "neighbours.png") as picture:
+        assert picture.width > picture.height > 300
 
 
 def test_half_of_the_classes_of_tiny_imagenet_are_packed(
