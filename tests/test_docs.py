@@ -24,6 +24,9 @@ import stopmim
 from stopmim import pretrain
 from stopmim.cli.run import main, parse
 from stopmim.data.sources.open import open_images
+from stopmim.method.build import build, configure
+from stopmim.weights.export import export
+from stopmim.weights.formats.data2vec import RelativeTransformer
 from test_house import FOLDERS
 from tiny import tiny, write_folder
 
@@ -35,7 +38,7 @@ PLACES = {  # of every command the last page that has it
     for page in TRIED
     for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
     for line in block.splitlines()
-    if line.strip() and not line.startswith("#")
+    if line.strip() and not line.startswith(("#", "curl ", "hf "))  # test_encoders.py has those
 }
 SHELL = [pytest.param(line, id=f"{name}: {line}") for line, name in PLACES.items()]
 PYTHON = [
@@ -70,9 +73,24 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(root / "tiny100.npz", val_images=pixels, val_labels=labels, **split)  # type: ignore[arg-type]
     for same in ("held100.npz", "cifar100.npz"):
         shutil.copy(root / "tiny100.npz", root / same)
+    write_public(root)
     davis(root / "DAVIS", "2016")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
+
+
+def write_public(root: Path) -> None:
+    """Tiny networks under the names and in the formats of the encoders that docs/encoders.md lists."""
+    for name in ("vit-b16.pth.tar", "IN1K-vit.h.14-300e.pth.tar"):
+        export(root / "runs" / "first", "ijepa", root / "ijepa")
+        (root / "ijepa" / "model.pth.tar").rename(root / name)
+        shutil.rmtree(root / "ijepa")
+    export(root / "runs" / "first", "hf", root / "ijepa_vith14_1k")
+    plain = {"state_dict": build(configure(tiny(class_token=True))).encoder.state_dict()}
+    far = {"model": RelativeTransformer(6, 4, 96, 1, 3, 384).state_dict()}
+    for name in ("mae_pretrain_vit_base", "dino_deitsmall16_pretrain", "ibot_vitb_16"):
+        torch.save(plain, root / f"{name}.pth")
+    torch.save(far, root / "data2vec_base_800.pth")
 
 
 @pytest.fixture
@@ -92,6 +110,8 @@ def test_a_command_works_as_written(line: str) -> None:
     match words:
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+        case ["stopmim", *words] if "timm:" in line:
+            assert parse(words) is not None  # timm would download it
         case ["stopmim", "pretrain", *words]:
             assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
         case ["torchrun", *options] if "-m" in options:
