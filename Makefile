@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 # Tests start many processes: where this is set, each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-gpu test-lowest bench docs tables dist clean
+.PHONY: help demo check test test-all test-gpu test-lowest bench docs tables tutorial dist clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -58,6 +58,10 @@ docs: .venv/docs ## build the pages of docs/ and the reference as site/
 
 tables: .venv/dev ## compute tables and figures of the pages anew, from config, benchmarks/ and results/
 	$(BIN)/python tests/tables.py
+
+tutorial: .venv/dev ## run docs/photos.md from top to bottom and write down what it prints: ten minutes on two CPU cores
+	@.ci/browser
+	$(BIN)/python tests/tutorial.py
 
 dist: .venv/dev ## wheel and source archive in dist/, and a short demo with the wheel in an empty environment
 	rm -rf dist

@@ -56,7 +56,8 @@ NOTEBOOK = ROOT / "notebooks" / "photos.ipynb"
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name: runs, and images with labels."""
     root = tmp_path_factory.mktemp("docs")
-    write_folder(root / "my_images", 16)
+    for name in ("my_images", "photos"):
+        write_folder(root / name, 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         measured = {"health_every": None}
@@ -64,6 +65,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first, other = (tiny(runtime=measured, seed=seed) for seed in range(2))
         for name, config in {"first": first, "b16": other, "ijepa": certain}.items():
             pretrain("my_images", f"runs/{name}", config, stop_at=1)
+    shutil.copytree(root / "runs" / "first", root / "runs" / "photos")
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):
         write_folder(root / part, 40)
     shutil.copytree(ROOT / "examples", root / "examples")
@@ -73,6 +75,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(root / "tiny100.npz", val_images=pixels, val_labels=labels, **split)  # type: ignore[arg-type]
     for same in ("held100.npz", "cifar100.npz"):
         shutil.copy(root / "tiny100.npz", root / same)
+    names = np.array([f"{i:03}.jpg" for i in range(16)])
+    np.savez(root / "features.npz", names=names, features=np.eye(16, 96, dtype=np.float32))
     write_public(root)
     davis(root / "DAVIS", "2016")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
