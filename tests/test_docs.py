@@ -48,7 +48,9 @@ PYTHON = [
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FEW = {"make_photos.py": ["photos", "12"]}  # arguments that make an example quicker
-EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+EXTRAS = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+)
 NOTEBOOK = ROOT / "notebooks" / "photos.ipynb"
 
 
@@ -84,7 +86,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_public(root: Path) -> None:
-    """Tiny networks under the names and in the formats of the encoders that docs/encoders.md lists."""
+    """Tiny networks under the names, and in the formats, of the encoders in docs/encoders.md."""
     for name in ("vit-b16.pth.tar", "IN1K-vit.h.14-300e.pth.tar"):
         export(root / "runs" / "first", "ijepa", root / "ijepa")
         (root / "ijepa" / "model.pth.tar").rename(root / name)
@@ -152,7 +154,9 @@ def test_a_command_works_as_written(line: str) -> None:
             named = [word.partition("=")[0] for word in words if "=" in word]
             assert all(f"ARG {name}=" in (ROOT / "Dockerfile").read_text() for name in named)
         case ["docker", "run", *words]:
-            ours = words[next(i for i, word in enumerate(words) if word.startswith("stopmim")) + 1 :]
+            ours = words[
+                next(i for i, word in enumerate(words) if word.startswith("stopmim")) + 1 :
+            ]
             assert parse(ours) is not None
         case ["jupyter", "lab", notebook]:
             assert (ROOT / notebook).is_file()
@@ -197,7 +201,9 @@ def test_the_notebook_goes_from_a_folder_to_neighbours(tmp_path: Path) -> None:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     sources = ["".join(cell["source"]) for cell in cells]
-    (given,) = [i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", ())]
+    (given,) = [
+        i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", ())
+    ]
     names = set(re.findall(r"^(\w+) =", sources[given], re.M))
     few = {"EPOCHS": 1, "SCENES": 40}
     assert few.keys() <= names

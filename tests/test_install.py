@@ -89,7 +89,17 @@ def commands(word: str) -> list[list[str]]:
 
 def test_the_dockerfile_has_a_stage_per_device_and_ends_in_a_user_without_rights() -> None:
     words = [one.word for one in dockerfile()]
-    assert set(words) <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
+    assert set(words) <= {
+        "ARG",
+        "FROM",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "USER",
+        "ENTRYPOINT",
+        "CMD",
+    }
     (default,) = [one.text for one in dockerfile() if one.word == "ARG"]
     stages: dict[str, str] = {}
     for source, _, name in commands("FROM"):

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 CUT_OFF = """(() => {
   const found = [];
   if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
-  const scrolls = e => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+  const scrolls = e =>
+    e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
   for (const e of document.querySelectorAll("article *, .md-header *, .md-footer *")) {
     const box = e.getBoundingClientRect(), style = getComputedStyle(e);
     if (!box.width || !box.height || style.visibility === "hidden") continue;
@@ -43,29 +43,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[True, False], ids=["dark", "light"])
-def browser(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Browser]:
-    with Browser(tmp_path / "profile", dark=request.param) as page:
-        page.dark = request.param  # type: ignore[attr-defined]
-        yield page
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("wide", [1400, 768, 390])
-def test_no_page_complains_or_is_cut_off(site: Path, browser: Browser, wide: int) -> None:
-    size = {"width": wide, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.call("Emulation.setDeviceMetricsOverride", **size)
-    pages = [site / f"{page.stem}.html" for page in sorted((ROOT / "docs").glob("*.md"))]
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_no_page_complains_or_is_cut_off(site: Path, tmp_path: Path, wide: int, dark: bool) -> None:
     backgrounds = set()
-    for page in pages:
-        browser.open(page)
-        assert not browser.ask(CUT_OFF), page.name
-        assert not browser.errors, page.name
-        backgrounds.add(browser.ask("getComputedStyle(document.body).backgroundColor"))
-    lightness = sum(map(int, re.findall(r"\d+", backgrounds.pop())[:3])) / 3
-    assert not backgrounds
-    assert (lightness < 80) == browser.dark  # type: ignore[attr-defined]
-    assert all(url.startswith(("file:", "data:", "about:")) for url in browser.requests)
+    with Browser(tmp_path / "profile", dark=dark, wide=wide) as browser:
+        for page in sorted((ROOT / "docs").glob("*.md")):
+            browser.open(site / f"{page.stem}.html")
+            assert not browser.ask(CUT_OFF), page.name
+            assert not browser.errors, page.name
+            backgrounds.add(browser.ask("getComputedStyle(document.body).backgroundColor"))
+        elsewhere = [u for u in browser.requests if not u.startswith(("file:", "data:", "about:"))]
+    assert not elsewhere
+    (colour,) = backgrounds
+    assert (sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 80) == dark
 
 
 @pytest.mark.slow
@@ -78,11 +70,11 @@ def test_search_and_copy_work_from_a_folder(site: Path, tmp_path: Path) -> None:
         page.click(".md-search__input")
         for letter in "tensorboard":
             page.key(letter)
-        deadline = time.monotonic() + 20
-        found: list[str] = []
+        links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+        found, deadline = [], time.monotonic() + 20
         while not found and time.monotonic() < deadline:
             time.sleep(0.1)
-            found = page.ask("[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
+            found = page.ask(links)
         assert any("analyse.html" in link for link in found), page.errors
         assert not page.errors
 
