@@ -158,9 +158,11 @@ def test_what_the_dockerfile_copies_is_enough_to_install_it(tmp_path: Path) -> N
             shutil.copytree(source, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(source, tmp_path / name)
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
-    command += ["--no-index", "--quiet", "--target", "site", "-c", "constraints.txt", ".[all]"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-build-isolation"]
+    command += ["-c", "constraints.txt", ".[all]"]
+    for options in (["--dry-run"], ["--no-deps", "--target", "site"]):  # it fits together, it works
+        done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     code = "import stopmim; print(stopmim.__file__); from stopmim.__main__ import run; run()"
     shown = subprocess.run(
         [sys.executable, "-c", code, "presets"],
