@@ -36,7 +36,8 @@ def test_the_table_of_extras_is_that_of_pyproject() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.M))
     assert list(rows) == list(EXTRAS)
     for extra, text in rows.items():
-        named = set(re.findall(r"[\w-]+", text.replace("`", "")))
+        named = set(re.findall(r"[\w-]+", text))
+        named |= members("all") if "all" in named else set()
         assert {package(one) for one in EXTRAS[extra]} - {"stopmim"} <= named, extra
         if extra != "all":
             assert members(extra) <= named, extra
