@@ -21,8 +21,8 @@ from stopmim import __version__
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "photos.md"
-REPORT = ROOT / "docs" / "figures" / "photos-report.png"
-COLUMNS = 80
+FIGURES = ROOT / "docs" / "figures"
+COLUMNS, WIDE = 80, 1000  # of the terminal; pixels of a picture
 _BLOCK = re.compile(
     r"```(?P<kind>sh|python)\n(?P<code>.*?)```\n\n"
     r"(?P<open><!-- output(?:: (?:(?P<first>\d+) first)?(?:, )?(?:(?P<last>\d+) last)?)? -->\n)"
@@ -84,17 +84,25 @@ def filled(text: str, folder: Path) -> str:
     return _MADE.sub(rf"\g<1>{made}\g<2>", text)
 
 
-def photograph(report: Path) -> None:
-    """The upper part of a report, in few colours."""
-    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), wide=1000) as page:
-        page.open(report)
-        (picture := report.with_suffix(".png")).write_bytes(page.screenshot())
-    Image.open(picture).convert("RGB").quantize(128).save(REPORT, optimize=True)
+def draw(text: str, run: Path) -> None:
+    """The pictures of the page: of the report, or a figure that a command left in the run."""
+    for name in re.findall(r"\(figures/photos-(\w+)\.png\)", text):
+        source = run / "figures" / f"{name}.png"
+        if name == "report":
+            with (
+                tempfile.TemporaryDirectory() as profile,
+                Browser(Path(profile), wide=1000) as page,
+            ):
+                page.open(run / "report.html")
+                (source := run / "report.png").write_bytes(page.screenshot())
+        picture = Image.open(source).convert("RGB")
+        picture.thumbnail((WIDE, 2 * WIDE))
+        picture.quantize(128).save(FIGURES / f"photos-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
         (place / "examples").symlink_to(ROOT / "examples")
         PAGE.write_text(filled(PAGE.read_text(), place))
-        photograph(place / "runs" / "photos" / "report.html")
+        draw(PAGE.read_text(), place / "runs" / "photos")
