@@ -93,6 +93,7 @@ def draw(text: str, run: Path) -> None:
                 tempfile.TemporaryDirectory() as profile,
                 Browser(Path(profile), wide=1000) as page,
             ):
+                page.call("Emulation.setScrollbarsHidden", hidden=True)
                 page.open(run / "report.html")
                 (source := run / "report.png").write_bytes(page.screenshot())
         picture = Image.open(source).convert("RGB")
