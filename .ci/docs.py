@@ -26,7 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 continue
             text = path.read_text() if path.is_file() else listing(path)
             files.append(File.generated(config, place, content=text))
-            pages.append(text)
+            if place.endswith(".md"):
+                pages.append(text)
     return files
 
 
@@ -46,4 +47,4 @@ def site_name(name: str) -> str:
     path = ROOT / name
     if path.is_dir():
         return f"{name}/index.md"
-    return f"{name}.txt" if path.suffix in TEXT else name
+    return f"{name}.txt" if path.suffix in TEXT else name.removeprefix("docs/")

@@ -90,6 +90,6 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.name == "404.html":  # its links are for a server
             continue
-        for target in re.findall(r'(?:href|src)="([^"#:?]+)', page.read_text()):
+        for target in re.findall(r'(?:href|src)="([^"#:?]+)["#?]', page.read_text()):
             there = page.parent / target
             assert there.exists(), f"{page.name}: {target}"

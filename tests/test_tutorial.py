@@ -48,4 +48,5 @@ def test_every_block_of_the_tutorial_is_followed_by_its_output() -> None:
     found = tutorial.blocks(text)
     assert len(found) == text.count("```sh\n") + text.count("```python\n")
     assert all("```text\n" in block.shown for block in found), "run `make tutorial`"
+    assert "\n<!-- made" not in text  # there a comment would end the paragraph
     assert f"stopmim {stopmim.__version__}, " in text, "run `make tutorial`"
