@@ -21,7 +21,7 @@ gpu gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
 data.crops data.decode data.images data.index_cache data.scene data.sources data.order data.render
-data.resident data.subset data.workers data.sources.source data.loading data.skip
+data.resident data.subset data.transform data.workers data.sources.source data.loading data.skip
 data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts data.sources.lists
 data.sources.scenes data.sources.shards data.videos data.sources.parquet data.sources.tar
 data.sources.open data data.check
@@ -29,12 +29,12 @@ runs runs.checkpoint runs.run
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
-weights.export
+weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
-evals.views evals.features evals.recipes evals.feature_files evals.heads evals.request
+evals.views evals.features evals.adapter evals.recipes evals.feature_files evals.heads evals.request
 evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
@@ -165,7 +165,7 @@ MANY_OPTIONS = {"multiblock", "_attention_forward", "_attention_backward"}
 
 def test_the_base_package_never_imports_torchvision_or_an_extra() -> None:
     extras = {"torchvision", "timm", "transformers", "wandb", "tensorboard", "webdataset"}
-    extras |= {"onnx", "onnxruntime", "onnxscript", "pyarrow"}
+    extras |= {"onnx", "onnxruntime", "onnxscript", "pyarrow", "huggingface_hub"}
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

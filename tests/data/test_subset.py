@@ -10,7 +10,8 @@ from stopmim.cli import main
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset, split_by_class, underlying
-from stopmim.evals.inputs import choose_labels, middle, open_encoder
+from stopmim.evals.inputs import choose_labels, open_encoder
+from stopmim.evals.views import middle
 from tiny import write_folder, write_parts
 
 

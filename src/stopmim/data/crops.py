@@ -18,7 +18,9 @@ STD = (0.229, 0.224, 0.225)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
-LONGEST = 4  # aspect ratio above which `center_crop` cuts a strip before it resizes it
+# Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
+# fraction: no photograph is that long, and others would crop them differently.
+LONGEST = 64
 
 
 class Box(NamedTuple):

@@ -144,12 +144,17 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
 def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(image.height, image.width, max_pixels)
-        image.load()
-        pixels = _to_rgb(image)
-        orientation = 1
-        # Damaged EXIF does not make the pixels bad. After load(): PNG may store it at the end.
-        with contextlib.suppress(Exception):
-            orientation = image.getexif().get(ORIENTATION, 1)
+        return from_pillow(image)
+
+
+def from_pillow(image: Image.Image) -> np.ndarray:
+    """RGB pixels (H, W, 3) of an open image, uint8, by the rules above."""
+    image.load()
+    pixels = _to_rgb(image)
+    orientation = 1
+    # Damaged EXIF does not make the pixels bad. After load(): PNG may store it at the end.
+    with contextlib.suppress(Exception):
+        orientation = image.getexif().get(ORIENTATION, 1)
     if orientation in (5, 6, 7, 8):
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):

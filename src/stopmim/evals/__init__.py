@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = (
-    *("compare", "features", "files", "finetune", "knn", "linear", "lowshot", "suite", "table"),
-    "tracking",
+    *("adapter", "compare", "features", "files", "finetune", "knn", "linear", "lowshot", "suite"),
+    *("table", "tracking"),
 )
 
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +33,11 @@ ANSWERS = (
 def key(*parts: object) -> str:
     """Hash of `parts`, whose `repr` must tell them apart."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def covers(encoder: object) -> TypeGuard[nn.Module]:
+    """Whether weights and our code tell all about `encoder`; not if a user wrote its network."""
+    return isinstance(encoder, nn.Module) and getattr(encoder, "cacheable", True)
 
 
 def of_encoder(encoder: nn.Module) -> str:

@@ -21,7 +21,7 @@ from stopmim.data.crops import normalise
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.evals import cache
-from stopmim.evals.views import TrainView, View
+from stopmim.evals.views import TrainView, View, middle
 from stopmim.health.measure import effective_rank
 from stopmim.method.encoder import Encoder, Pool
 
@@ -30,7 +30,7 @@ LAYERS = 4  # last blocks that are cached, so that "last" and "last 4" share one
 
 
 @contextmanager
-def evaluating(encoder: Encoder) -> Iterator[None]:
+def evaluating(encoder: Encoder | nn.Module) -> Iterator[None]:
     """Puts `encoder` in evaluation mode without gradients; restores the mode of every module."""
     modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
     training = [module for module in modules if module.training]
@@ -58,8 +58,8 @@ def extract(
     """Features (N, layers * D) of all `images` in their order, float32 on the CPU.
 
     Args:
-        size: edge of the central square that the encoder sees; or a function that returns what it
-            sees of image i, (3, S, S) uint8.
+        size: edge of the usual view, see `views.middle`; or a function that returns what the
+            encoder sees of image i, (3, S, S) uint8.
         layers: number of last blocks, concatenated.
         batch_size: affects the features by no more than rounding.
         device: where the encoder is.
@@ -70,7 +70,9 @@ def extract(
         NonFiniteError: the encoder returns NaN or infinity.
     """
     device = torch.device(device)
-    show = partial(_show, images, View(size, size), (0, 0)) if isinstance(size, int) else size
+    show = size
+    if isinstance(show, int):
+        show = partial(_show, images, middle(encoder, images, show), (0, 0))
     features = torch.empty(len(images), layers * encoder.width)
     done, begin = 0, time.monotonic()
     order = (range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size))
@@ -139,19 +141,20 @@ def frozen(
 ) -> Tensor:
     """Features (N, L * D) of up to four last blocks, in half precision; the last is ``[:, -D:]``.
 
-    Read from the cache if weights, images, view and code are the same. An encoder that is not an
-    `nn.Module` has no weights to hash, and is never cached. `draw`: seed and number of a view.
+    Read from the cache if weights, images, view and code are the same, and `cache.covers` the
+    encoder. `draw`: seed and number of a view.
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
     pool: Pool = getattr(encoder, "pool", "mean")
     key = None
     if isinstance(encoder, nn.Module):
+        encoder.to(device)
+    if cache.covers(encoder):
         seen = type(view).__name__, asdict(view), draw if isinstance(view, TrainView) else None
         code, own = cache.of_code(*cache.FEATURES), cache.of_encoder(encoder)
         key = cache.key(code, own, cache.of_images(images), *seen, layers, pool, str(precision))
         if cached := cache.load("features", key):
             return cached[0]["features"]
-        encoder.to(device)
     found = extract(
         encoder,
         images,

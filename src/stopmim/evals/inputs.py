@@ -20,12 +20,13 @@ from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying
+from stopmim.data.transform import seeing
 from stopmim.evals import cache
 from stopmim.evals.features import frozen
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result, Selection, wilson_interval
-from stopmim.evals.views import TrainView, View, Views
+from stopmim.evals.views import TrainView, View, Views, middle, native_size
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
 from stopmim.method.positions import sincos_2d
@@ -154,7 +155,7 @@ def open_encoder(name: str, branch: Branch = "target") -> Encoder:
     if not found:
         raise UserError(f"{name}: expected random:ARCH@SIZE, e.g. random:vit_b16@224")
     try:
-        return untrained(VisionTransformer.from_arch(found[1], int(found[2])), 0)
+        return seeing(untrained(VisionTransformer.from_arch(found[1], int(found[2])), 0))
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
 
@@ -180,17 +181,6 @@ def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:
     # Learned positions are reset as well; the class token has none.
     twin.pos_embed.zero_()[0, -(twin.side**2) :] = sincos_2d(twin.side, twin.width)
     return twin.eval()
-
-
-def native_size(encoder: Encoder) -> int:
-    """Image size that the encoder was made for; 224 if it does not say."""
-    return getattr(encoder, "side", 14) * getattr(encoder, "patch", 16)
-
-
-def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
-    """The usual test view: resize to 256 and crop 224 of photographs, all of a rendered scene."""
-    size = size or native_size(encoder)
-    return View(size if isinstance(underlying(images), Scenes) else round(size * 256 / 224), size)
 
 
 def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from stopmim.base.console import say
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
@@ -79,7 +77,7 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> list[Measured]:
 
 
 def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> str | None:
-    if not isinstance(inputs.encoder, nn.Module) or not all(p.cacheable for p in protocols):
+    if not cache.covers(inputs.encoder) or not all(p.cacheable for p in protocols):
         return None
     videos = all(p.needs == "videos" for p in protocols)
     on = cache.key(inputs.size, inputs.without_images) if videos else inputs.key(labels)

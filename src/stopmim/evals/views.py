@@ -14,6 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from stopmim.data.crops import Box, Mode, center_crop, crop_box, resized, resized_crop
+from stopmim.data.images import Images
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.subset import underlying
+from stopmim.data.transform import resize_for
+from stopmim.method.encoder import Encoder
 
 Dataset = Literal["imagenet", "places205", "inat18", "cifar100", "clevr"]
 
@@ -92,6 +97,17 @@ class Views(NamedTuple):
     def at(self, size: int) -> "Views":
         """These views for a model of `size` pixels."""
         return Views(self.train.at(size), self.test.at(size))
+
+
+def native_size(encoder: Encoder) -> int:
+    """Image size that the encoder was made for; 224 if it does not say."""
+    return getattr(encoder, "side", 14) * getattr(encoder, "patch", 16)
+
+
+def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
+    """The view of data/transform.py, for photographs; of a rendered scene, all of it."""
+    size = size or native_size(encoder)
+    return View(size if isinstance(underlying(images), Scenes) else resize_for(size), size)
 
 
 def _usual(mode: Mode) -> Views:

@@ -5,11 +5,15 @@ Ours has no class token; those of MAE, DINO and iBOT do, and are otherwise the s
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +25,9 @@ EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
 
 Pool = Literal["mean", "cls"]
 Start = Literal["jepa", "mae"]  # whose initial weights
+# A file, an image, or its pixels as uint8: (H, W, 3) in an array, (3, H, W) in a tensor.
+Picture = str | PathLike[str] | Image.Image | np.ndarray | Tensor
+Pictures = Picture | Sequence[Picture]
 
 
 class Encoder(Protocol):
@@ -35,6 +42,39 @@ class Encoder(Protocol):
 
     def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """One vector per image, (B, layers * D)."""
+
+
+class ImageEncoder(Encoder, Protocol):
+    """An encoder as `load_encoder` returns it: it takes pictures too."""
+
+    transform: Callable[[Pictures], Tensor]  # shows it pictures, as in every evaluation
+
+    def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
+        """The same for files, PIL images and uint8 pixels; floats must be normalised."""
+
+
+def no_transform(pictures: Pictures) -> Tensor:
+    """The transform of an encoder that was not loaded."""
+    raise ValueError("an encoder that was not loaded takes only normalised floats (B, 3, H, W)")
+
+
+HIGHEST = 10.0  # white is 2.6 when normalised; what noise is tried with may be beyond that
+
+
+def as_input(images: Pictures, transform: Callable[[Pictures], Tensor]) -> Tensor:
+    """Floats as they are, anything else by `transform`: (B, 3, H, W)."""
+    if not isinstance(images, Tensor) or not images.is_floating_point():
+        images = transform(images)
+        return images if images.ndim == 4 else images[None]
+    if images.numel():
+        low, high = images.detach().aminmax()
+        if high > HIGHEST:
+            what = f"floats up to {float(high):.0f}; expected uint8 pixels from 0 to 255"
+            raise ValueError(f"features: {what}, or floats normalised as by encoder.transform")
+        if low >= 0 and 0.5 < high <= 1:
+            what = "all floats are in 0..1, which is not normalised: see encoder.transform"
+            warnings.warn(f"features: {what}", stacklevel=3)
+    return images
 
 
 def take(tokens: Tensor, index: Tensor) -> Tensor:
@@ -159,6 +199,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"width {width} is not divisible by {heads} heads")
         # side: patches along one edge, S; N = S * S
         self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
+        self.transform: Callable[[Pictures], Tensor] = no_transform  # `load_encoder` sets it
         self.patch_embed = PatchEmbed(patch, width)
         self.pool: Pool = "cls" if class_token else "mean"
         self.prefix = int(class_token)  # tokens before those of the patches
@@ -224,10 +265,13 @@ class VisionTransformer(nn.Module):
         x = self.norm(x)  # s_i, (B, K, D)
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
-    def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
+    def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The last `layers` blocks, each normed and pooled, (B, layers * D).
 
-        "mean" averages over patches, "cls" takes the class token.
+        Args:
+            images: floats (B, 3, H, W), normalised; or, if the encoder was loaded, pictures for
+                its `transform`: one or a list of paths, PIL images or uint8 pixels.
+            pool: "mean" averages over patches, "cls" takes the class token.
         """
         if pool not in ("mean", "cls"):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
@@ -235,6 +279,7 @@ class VisionTransformer(nn.Module):
             raise ValueError('this encoder has no class token: use pool="mean"')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
+        images = as_input(images, self.transform).to(self.pos_embed.device)
         x, pooled = self.with_class(self.embed(images)), []
         for i, block in enumerate(self.blocks):
             x = block(x)

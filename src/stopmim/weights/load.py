@@ -10,7 +10,8 @@ import torch
 
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import Config
-from stopmim.method.encoder import Encoder, VisionTransformer
+from stopmim.data.transform import seeing
+from stopmim.method.encoder import ImageEncoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
 from stopmim.weights.format import Format, WeightFile
 from stopmim.weights.formats.data2vec import Data2vec
@@ -46,8 +47,10 @@ def format_of(file: WeightFile) -> Format:
     raise CheckpointError(f"{file}: no encoder in it that stopmim knows; its keys are {keys}")
 
 
-def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None = None) -> Encoder:
-    """The encoder in `path`, in evaluation mode.
+def load_encoder(
+    path: str | Path, branch: Branch = "target", heads: int | None = None
+) -> ImageEncoder:
+    """The encoder in `path`, in evaluation mode; its `transform` shows it pictures.
 
     Args:
         path: a run directory, one of its checkpoints, or a file of StoP, I-JEPA, MAE, DINO, iBOT,
@@ -59,7 +62,7 @@ def load_encoder(path: str | Path, branch: Branch = "target", heads: int | None 
     if branch not in ("target", "context"):
         raise ValueError(f'branch must be "target" or "context", got {branch!r}')
     file = WeightFile.at(path, heads)
-    return format_of(file).encoder(file, branch)
+    return seeing(format_of(file).encoder(file, branch))
 
 
 def load_model(

@@ -8,12 +8,23 @@ Shapes: B images, N patches, K of them kept, D width, S patches along an edge in
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, Pool, take
+from stopmim.method.encoder import (
+    EPS,
+    Encoder,
+    Mlp,
+    PatchEmbed,
+    Pictures,
+    Pool,
+    as_input,
+    no_transform,
+    take,
+)
 from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Format, WeightFile
@@ -124,6 +135,7 @@ class RelativeTransformer(nn.Module):
         if width % heads:
             raise ValueError(f"width {width} is not divisible by {heads} heads")
         self.side, self.patch, self.width, self.heads = side, patch, width, heads
+        self.transform: Callable[[Pictures], Tensor] = no_transform
         self.pool: Pool = "cls"
         self.patch_embed = PatchEmbed(patch, width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -152,11 +164,12 @@ class RelativeTransformer(nn.Module):
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K)."""
         return self.outputs(images, index, 1)[-1][:, 1:]
 
-    def features(self, images: Tensor, layers: int = 1, pool: Pool = "mean") -> Tensor:
+    def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The last `layers` blocks, each normed and pooled, (B, layers * D)."""
         if pool not in ("mean", "cls"):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
+        images = as_input(images, self.transform).to(self.cls_token.device)
         found = self.outputs(images, None, layers)
         return torch.cat([x[:, 1:].mean(1) if pool == "mean" else x[:, 0] for x in found], dim=1)
