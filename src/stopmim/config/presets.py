@@ -39,6 +39,8 @@ class Needs(Section):
     """measured peak on one GPU; null: not measured"""
     batch: int | None = None
     """images at a time on that GPU"""
+    init: bool = False
+    """an encoder to start from"""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,13 @@ from stopmim.method.predictor import Predictor
 # ------------------------------------------------------------------------------ the config
 
 
-def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None) -> Config:
-    """Resolves a preset, YAML file or config with `changes`, and proves that its masks exist."""
+def configure(
+    preset: str | Path | Config, changes: dict[str, Any] | None = None, *, to_train: bool = False
+) -> Config:
+    """Resolves a preset, YAML file or config with `changes`, and proves that its masks exist.
+
+    `to_train` also asks for what the preset needs but does not say.
+    """
     if isinstance(preset, Config):
         config = preset
     elif str(preset) in PRESETS:  # a name wins over a file of that name
@@ -36,6 +41,10 @@ def configure(preset: str | Path | Config, changes: dict[str, Any] | None = None
     else:
         raise UserError(_no_such(str(preset)))
     config = resolve(override(config, changes or {}))
+    known = None if isinstance(preset, Config) else PRESETS.get(str(preset))
+    if to_train and known and known.needs.init and not config.init:
+        what = f"needs an encoder to start from, --init: {known.command}"
+        raise UserError(f"{known.name}: {what}")
     # Proved before anything is trained: block sizes are drawn, so a rare one could fail much later.
     sampler = build_sampler(config)
     try:

@@ -69,7 +69,7 @@ def pretrain(
     """
     path = Path(out)
     with joined() as world:  # torchrun's ranks, or this process alone
-        config = configure(preset, overrides)
+        config = configure(preset, overrides, to_train=True)
         if not (path / "run.json").exists():
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run

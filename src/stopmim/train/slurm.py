@@ -33,7 +33,7 @@ def script(
     if not str(out).isprintable():
         raise UserError(f"--out: {str(out)!r} has characters that a batch script cannot hold")
     nodes, gpus = int(match[1]), int(match[2])
-    config = configure(preset, dict(changes))
+    config = configure(preset, dict(changes), to_train=True)
     shares(config.optim.batch_size, config.runtime.accumulate, 0, nodes * gpus)
     try:
         more = [f"--{word.lstrip('-')}" for word in shlex.split(options)]
