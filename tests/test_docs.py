@@ -127,8 +127,8 @@ def test_a_command_works_as_written(line: str) -> None:
             assert main([*ours[1:], "--dry-run"]) == 0
         case ["stopmim", ("demo" | "bench") as command, *words]:
             assert parse([command, *words]) is not None
-        case ["stopmim", "export", *words] if "onnx" in words:
-            assert parse(["export", *words]) is not None  # test_export.py has the whole
+        case ["stopmim", "export", *words] if "onnx" in words or "--push" in words:
+            assert parse(["export", *words]) is not None  # test_export.py, test_push.py have it all
         case ["stopmim", "eval", ("suite" | "tracking") as protocol, *words]:
             assert parse(["eval", protocol, *words]) is not None  # test_suite.py has the whole
         case ["stopmim", "eval", "finetune", *words]:

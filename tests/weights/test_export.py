@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -469,6 +470,36 @@ def test_an_export_never_writes_over_anything(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert export(run.path, "timm", tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_the_folder_for_timm_has_a_config_unless_json_cannot_say_it(tmp_path: Path) -> None:
+    usual, odd = VisionTransformer(24, 6, 48, 2, 4, 2.5), odd_encoder(class_token=False)
+    for name, encoder in {"usual": usual, "odd": odd}.items():
+        (tmp_path / name).mkdir()
+        folder = export(saved(encoder, tmp_path / name), "timm", tmp_path / name / "timm")
+        assert (folder / "config.json").exists() == (name == "usual")
+        assert ("hf-hub:" in (folder / "README.md").read_text()) == (name == "usual")
+        assert torch.equal(stopmim.load_encoder(folder)(pictures()), encoder(pictures()))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("RuntimeError('operator torchvision::nms does not exist')", "do not match .*nms.* pip"),
+        ("ImportError('No module named torchvision')", r"pip install .stopmim\[interop\]"),
+    ],
+)
+def test_a_timm_that_cannot_be_imported_says_what_to_install(
+    error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import fails as it does beside a torchvision of another build."""
+    (tmp_path / "timm.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match=said) as caught:
+        stopmim.load_encoder("timm:vit_tiny_patch16_224")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_branch_of_a_file_that_has_both_is_refused(run: Run, tmp_path: Path) -> None:

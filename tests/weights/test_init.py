@@ -1,5 +1,6 @@
 """A run begins with the encoder of any file that is read, exactly; or with one line."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_a_file_that_is_not_there_or_no_encoder_leaves_no_run(tmp_path: Path) ->
 # ------------------------------------------------------------------------------ features
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".npz", ".csv", ".parquet"])
 @torch.no_grad()
 def test_a_table_of_features_has_names_features_and_labels_in_order(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -120,6 +121,15 @@ def test_a_table_of_features_has_names_features_and_labels_in_order(
     if suffix == ".npz":
         table = np.load(out)
         names, features, count = table["names"], table["features"], table["label_count"]
+    elif suffix == ".csv":
+        with out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        names, count = [row["name"] for row in rows], [int(row["label_count"]) for row in rows]
+        columns = [name for name in rows[0] if name.startswith("feature_")]
+        features = [[float(row[name]) for name in columns] for row in rows]
+        exact = np.load(write_features("scenes:6:24", path, tmp_path / "exact.npz", layers=2))
+        assert (np.array(features, np.float32) == exact["features"]).all()
+        (tmp_path / "exact.npz").unlink()
     else:
         import pyarrow.parquet
 
@@ -173,7 +183,7 @@ def test_features_say_of_a_broken_image_what_to_do(
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("--out {tmp}/x.csv", 2, ".npz or .parquet"),
+        ("--out {tmp}/x.txt", 2, ".npz, .csv, .parquet"),
         ("--out {tmp}/no/x.npz", 5, "no such folder"),
         ("--out {tmp}/x.npz --layers 5", 2, "has 4 blocks"),
         ("--out {tmp}/x.npz --pool cls", 2, "no class token"),

@@ -45,11 +45,14 @@ class Export:
     """a new folder"""
     branch: Branch = "target"
     heads: Heads = None
+    push: Annotated[str | None, option("USER/NAME")] = None
+    """also upload it to this repository on the Hugging Face hub; a new one is private"""
 
     def __call__(self) -> None:
         from stopmim.weights.export import export
 
-        print(export(self.file, self.to, self.out, branch=self.branch, heads=self.heads))
+        wanted = self.file, self.to, self.out
+        print(export(*wanted, branch=self.branch, heads=self.heads, repo=self.push))
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,13 @@ class Features:
     encoder: Annotated[str, arg(metavar="FILE")]
     """anything that `stopmim inspect` recognises, or timm:NAME"""
     out: Annotated[Path, arg(metavar="FILE")]
-    """.npz or .parquet"""
+    """.npz, .csv or .parquet"""
     layers: int = 1
     """number of last blocks to concatenate"""
     pool: Literal["auto", "mean", "cls"] = "auto"
     """mean over patches, or the class token; auto: the class token if there is one"""
     size: Annotated[int | None, option("INT")] = None
-    """edge of the centre crop; default: the encoder's own size"""
+    """edge of the view, the same as in evaluations; default: the encoder's own size"""
     skip: Skip = None
     branch: Branch = "target"
     heads: Heads = None

@@ -1,5 +1,6 @@
 """Features in a file, one row per image, for scikit-learn, pandas or a search index."""
 
+import csv
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,21 +27,22 @@ def write_features(
     skip: str | Path | None = None,
     device: str = "auto",
 ) -> Path:
-    """Writes names, features and labels of all images of `data` to `out`, .npz or .parquet.
+    """Writes names, features and labels of all images of `data` to `out`, by its suffix.
 
     An .npz has `names` (n,), `features` (n, layers * D) in float32, and `label_NAME` (n,) for every
-    label; a Parquet file has the same as columns `name`, `feature` (a list), `label_NAME`.
+    label; a .parquet file has the same as columns `name`, `feature` (a list), `label_NAME`; a .csv
+    file has columns `name`, `label_NAME`, and one per number, `feature_0` and so on.
 
     Args:
         data: a source of images (docs/data.md).
         encoder: an encoder, or anything `load_encoder` reads.
         pool: "auto" is the encoder's own.
-        size: edge of the central square shown to the encoder; by default that of pretraining.
+        size: edge of the view shown to the encoder, the same as in evaluations; by default its own.
         skip: list of images to leave out, as written by ``stopmim check --fix-list``.
     """
     out = Path(out)
-    if out.suffix not in (".npz", ".parquet"):
-        raise UserError(f"{out}: --out must end in .npz or .parquet")
+    if out.suffix not in WRITERS:
+        raise UserError(f"{out}: --out must end in {', '.join(WRITERS)}")
     if not out.absolute().parent.is_dir():
         raise StorageError(f"{out.parent}: no such folder")
     # An Encoder that also has `side` and `blocks`.
@@ -62,10 +64,7 @@ def write_features(
     columns: dict[str, Any] = {"names": names, "features": features.numpy(), **labels}
     temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
     try:
-        if out.suffix == ".npz":
-            np.savez(temporary, **columns)
-        else:
-            _write_parquet(columns, temporary)
+        WRITERS[out.suffix](columns, temporary)
         temporary.replace(out)
     except OSError as error:
         raise StorageError(f"{out}: cannot write: {error.strerror or error}") from None
@@ -85,6 +84,21 @@ def _check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
         raise UserError(f"--size: {size} does not divide into patches of {encoder.patch}")
 
 
+def _write_npz(columns: dict[str, Any], path: Path) -> None:
+    np.savez(path, **columns)
+
+
+def _write_csv(columns: dict[str, Any], path: Path) -> None:
+    names, features, labels = columns.pop("names"), columns.pop("features"), columns
+    # Names of files need not be text; these bytes stay what they are.
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        table = csv.writer(file)
+        table.writerow(["name", *labels, *(f"feature_{i}" for i in range(features.shape[1]))])
+        for name, *values, feature in zip(names, *labels.values(), features, strict=True):
+            # Nine digits are enough for every float32 to be read back as it was.
+            table.writerow([name, *values, *(f"{x:.9g}" for x in feature)])
+
+
 def _write_parquet(columns: dict[str, Any], path: Path) -> None:
     try:
         import pyarrow
@@ -96,3 +110,6 @@ def _write_parquet(columns: dict[str, Any], path: Path) -> None:
     vectors = pyarrow.FixedSizeListArray.from_arrays(values, features.shape[1])
     table = pyarrow.table({"name": names, "feature": vectors, **labels})
     pyarrow.parquet.write_table(table, path)
+
+
+WRITERS = {".npz": _write_npz, ".csv": _write_csv, ".parquet": _write_parquet}  # by suffix

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stopmim._version import __version__
 from stopmim.base import tables
+from stopmim.data.transform import Transform
 from stopmim.method.build import build_sampler
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.run import Run
@@ -33,6 +34,7 @@ def card(target: Format, contents: Contents, encoder: VisionTransformer, branch:
         target=target,
         contents=contents,
         encoder=encoder,
+        transform=Transform(encoder.side * encoder.patch),
         branch=branch,
         version=__version__,
         masks=build_sampler(contents.config).describe() if contents.config else "",

@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
+from stopmim.base.console import say
 from stopmim.base.errors import CheckpointError, StorageError, UserError, did_you_mean
 from stopmim.method.encoder import VisionTransformer
 from stopmim.weights import load
 from stopmim.weights.card import card
 from stopmim.weights.inspect import identify
+from stopmim.weights.push import connect, push
 from stopmim.weights.vit import Branch
 
 
@@ -23,6 +25,7 @@ def export(
     *,
     branch: Branch = "target",
     heads: int | None = None,
+    repo: str | None = None,
 ) -> Path:
     """Writes the encoder in `path`, or for "ijepa" and "mae" the whole model, to the folder `out`.
 
@@ -30,6 +33,7 @@ def export(
         path: anything `load_encoder` reads.
         to: timm, hf (a folder for ``from_pretrained``), onnx, ijepa, mae, or safetensors.
         branch: "target" is the EMA encoder, which the papers evaluate. I-JEPA's layout has both.
+        repo: USER/NAME of a repository on the Hugging Face hub to upload the folder to.
     """
     known, out = {x.word: x for x in load.FORMATS if x.word}, Path(out)
     if to not in known:
@@ -39,6 +43,7 @@ def export(
     target = known[to]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; choose another --out")
+    hub = connect(repo) if repo else None  # before the work
     contents = identify(path, heads)
     if target.whole_model and branch != "target" and contents.branches:
         what = f"--to {to} writes the whole model with both encoders"
@@ -64,4 +69,6 @@ def export(
         raise StorageError(f"{out}: cannot write: {error.strerror or error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if repo:
+        say(f"pushed to {push(hub, out, repo)}")
     return out

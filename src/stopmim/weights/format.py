@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stopmim.base.errors import CheckpointError
-from stopmim.base.sandbox import metadata, read_tree
+from stopmim.base.sandbox import metadata, read_json, read_tree
 from stopmim.config.schema import Config
 from stopmim.method.encoder import EPS, Encoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
@@ -30,8 +30,11 @@ class WeightFile:
     def at(cls, path: str | Path, *heads: int | None) -> "WeightFile":
         """The file at `path`, or the one in it if `path` is a folder that `export` wrote."""
         path = Path(path)
-        file, others = path / "model.safetensors", ("run", "manifest", "state", "config")
+        file, others = path / "model.safetensors", ("run", "manifest", "state")
         is_export = file.is_file() and not any((path / f"{name}.json").exists() for name in others)
+        if is_export and (config := path / "config.json").is_file():
+            about = read_json(config)  # timm's, or else Hugging Face's
+            is_export = isinstance(about, dict) and "pretrained_cfg" in about
         return cls(file if is_export else path, *heads)
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import read_json, read_tree
 from stopmim.data.crops import MEAN, STD
+from stopmim.data.transform import Transform
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format, WeightFile
@@ -53,7 +54,7 @@ class HuggingFace(Format):
     library = "transformers"
 
     def recognises(self, file: WeightFile) -> bool:
-        return (file.path / "config.json").is_file()
+        return (file.path / "config.json").is_file()  # not an export for timm: see WeightFile.at
 
     def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
         folder, config = file.path, read_json(file.path / "config.json")
@@ -98,8 +99,8 @@ class HuggingFace(Format):
             "image_processor_type": "CLIPImageProcessor",
             "do_convert_rgb": True,
             "do_resize": True,
-            "size": {"shortest_edge": round(size * 256 / 224)},
-            "resample": 3,  # bicubic
+            "size": {"shortest_edge": Transform(size).resize},
+            "resample": 2,  # bilinear
             "do_center_crop": True,
             "crop_size": {"height": size, "width": size},
             "do_rescale": True,
