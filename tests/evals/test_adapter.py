@@ -71,6 +71,13 @@ def test_a_network_with_other_statistics_gets_the_same_picture() -> None:
     torch.testing.assert_close(found, (2 * pixels - 1).flatten(1))
 
 
+@torch.no_grad()
+def test_a_network_of_half_precision_gets_halves() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 7)).bfloat16()
+    found = Adapter(network, 32).features(images())
+    assert torch.equal(found, network(images().bfloat16()))
+
+
 def test_every_module_keeps_its_mode() -> None:
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Flatten()).train()
     network[0].eval()

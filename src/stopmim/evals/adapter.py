@@ -41,9 +41,8 @@ class Adapter(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([network])  # all of it is one layer
         self.mean, self.std, self.transform = mean, std, Transform(size)
-        first = next(network.parameters(), torch.empty(0))
         with evaluating(network):
-            tokens = self.tokens(torch.zeros(1, 3, size, size, device=first.device))
+            tokens = self.tokens(torch.zeros(1, 3, size, size))
         _, count, self.width = tokens.shape
         side = math.isqrt(count)
         self.prefix = count - side**2  # tokens before those of the patches
@@ -60,6 +59,8 @@ class Adapter(nn.Module):
                 for numbers in (MEAN, STD, self.mean, self.std)
             )
             images = (images * std + mean - own_mean) / own_std
+        weights = (p for p in self.parameters() if p.is_floating_point())
+        images = images.to(next(weights, images))  # its device and precision
         found: Any = self.blocks[0](images)
         found = getattr(found, "last_hidden_state", found)
         if not isinstance(found, Tensor) or found.ndim not in (2, 3, 4):
@@ -80,7 +81,5 @@ class Adapter(nn.Module):
         """One vector per image, (B, D): the mean of the patches, or the first token."""
         if layers != 1:
             raise ValueError(f"an adapted network has one layer, got layers={layers}")
-        pixels = as_input(images, self.transform)
-        first = next(self.parameters(), pixels)
-        found = self.tokens(pixels.to(first.device))
+        found = self.tokens(as_input(images, self.transform))
         return found[:, 0] if pool == "cls" else found[:, self.prefix :].mean(dim=1)

@@ -279,7 +279,7 @@ class VisionTransformer(nn.Module):
             raise ValueError('this encoder has no class token: use pool="mean"')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
-        images = as_input(images, self.transform).to(self.pos_embed.device)
+        images = as_input(images, self.transform).to(self.pos_embed)
         x, pooled = self.with_class(self.embed(images)), []
         for i, block in enumerate(self.blocks):
             x = block(x)

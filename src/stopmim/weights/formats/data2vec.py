@@ -170,6 +170,6 @@ class RelativeTransformer(nn.Module):
             raise ValueError(f'pool must be "mean" or "cls", got {pool!r}')
         if not 1 <= layers <= len(self.blocks):
             raise ValueError(f"layers must be between 1 and {len(self.blocks)}, got {layers}")
-        images = as_input(images, self.transform).to(self.cls_token.device)
+        images = as_input(images, self.transform).to(self.cls_token)
         found = self.outputs(images, None, layers)
         return torch.cat([x[:, 1:].mean(1) if pool == "mean" else x[:, 0] for x in found], dim=1)
