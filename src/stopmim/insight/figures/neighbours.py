@@ -108,6 +108,12 @@ def embedded(name: str, features: Tensor) -> Embedded:
     return Embedded(name, unit, nearest.numpy())
 
 
+def kept(before: Embedded, after: Embedded) -> float:
+    """Share of the neighbours that two encoders have in common."""
+    pairs = zip(before.nearest.tolist(), after.nearest.tolist(), strict=True)
+    return float(np.mean([len({*a} & {*b}) / len(a) for a, b in pairs]))
+
+
 def queries(n: int) -> np.ndarray:
     """Images whose neighbours are shown, at equal distances among `n`."""
     return np.unique(((np.arange(QUERIES) + 0.5) * n / QUERIES).astype(int))

@@ -219,7 +219,7 @@
     }
 
     colour(kind) {
-      this.dots.forEach((dot, i) => dot.setAttribute("class", kind && kind.of[i] >= 0 ? `kind-${kind.of[i]}` : "unknown"));
+      this.dots.forEach((dot, i) => dot.setAttribute("class", !kind ? "" : kind.of[i] >= 0 ? `kind-${kind.of[i]}` : "unknown"));
     }
 
     show(chosen, shown) {

@@ -132,6 +132,7 @@ _ENVIRONMENT.globals |= {
     "draw_similarity": similarity.figure,
     "agreement": neighbours.agreement,
     "by_chance": neighbours.by_chance,
+    "kept": neighbours.kept,
     "kinds": neighbours.kinds,
 }
 _ENVIRONMENT.filters |= {
