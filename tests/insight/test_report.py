@@ -568,6 +568,8 @@ def test_neighbours_are_on_the_page_with_their_classes(full: Page, browser: Brow
     assert [e["name"] for e in data["encoders"]] == ["before training", "after training"]
     assert all(picture.startswith("data:image/jpeg;base64,") for picture in data["pictures"])
     assert sum(map(len, data["pictures"])) < 4_000_000 * 32 / 300  # in the page of 300 images
+    images = "[...document.querySelectorAll('#gallery img')]"
+    assert browser.ask(f"{images}.every(e => e.complete && e.naturalWidth)")  # also when printed
     cards = browser.ask("document.querySelectorAll('#gallery figure').length")
     framed = browser.ask("document.querySelectorAll('#gallery .same').length")
     of, near = data["kinds"][0]["of"], [e["nearest"] for e in data["encoders"]]

@@ -164,7 +164,7 @@
   // ---------------------------------------------------------------------------- neighbours
 
   function picture(given, i, attributes = {}) {
-    return element("img", { src: given.pictures[i], alt: given.names[i], title: given.names[i], loading: "lazy", ...attributes });
+    return element("img", { src: given.pictures[i], alt: given.names[i], title: given.names[i], ...attributes });
   }
 
   // An image with its neighbours, one row per encoder; those of its kind are framed.
