@@ -20,6 +20,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.subset import Subset
 from stopmim.evals.features import extract
+from stopmim.evals.inputs import middle
 from stopmim.evals.views import View
 from stopmim.gpu.devices import choose_device
 from stopmim.insight.figures.pictures import house_style
@@ -64,14 +65,18 @@ def find(runs: Sequence[Run], images: Images | None = None) -> Neighbours:
         networks[name] = run.model().branch()
     source = images_of(runs[0]) if images is None else images
     device, (first, *_) = choose_device("auto"), networks.values()
-    size, count = first.side * first.patch, SHOWN
+    view, count = middle(first, source), SHOWN
     if device.type == "cpu":
         count = min(SHOWN, max(FEWEST, int(WORK / _work(list(networks.values())))))
-    chosen, views = _sample(source, size, count)
+    chosen, views = _sample(source, view, count)
     found = []
     for name, network in networks.items():
         own = network.side * network.patch
-        shown = views if own == size else F.interpolate(views, own, mode="bilinear", antialias=True)
+        shown = (
+            views
+            if own == view.size
+            else F.interpolate(views, own, mode="bilinear", antialias=True)
+        )
         features = extract(
             network.to(device),
             chosen,
@@ -89,9 +94,9 @@ def _work(networks: Sequence[VisionTransformer]) -> float:
     return sum(n.side**2 * sum(p.numel() for p in n.blocks.parameters()) for n in networks)
 
 
-def _sample(images: Images, size: int, count: int) -> tuple[Subset, Tensor]:
+def _sample(images: Images, view: View, count: int) -> tuple[Subset, Tensor]:
     """At most `count` images at equal distances, so that every class is there, and their views."""
-    view, found = View(size, size), {}
+    found = {}
     for i in np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round()):
         with suppress(BadImageError):
             found[int(i)] = view(images.read(int(i)))

@@ -62,7 +62,6 @@ def write_report(
     near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing)))
     model, model_missing = _attempt(run.model)
     explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
-    explored["neighbours"] = near and explorer.neighbours(near)
     similar, reference = None, find_reference(config) if config else None
     if config and model:
         positions = model.predictor.positions
@@ -72,6 +71,7 @@ def write_report(
         explored["predictions"] = views and explorer.predictions(run, config, views)
     stretched = reference.stretched(_updates(config, last)) if config and reference else []
     explored["charts"] = explorer.charts(runs, stretched)
+    explored["neighbours"] = near and explorer.neighbours(near)
     text = _ENVIRONMENT.get_template("page.html").render(
         name=run.path.resolve().name,
         path=run.path.resolve(),
