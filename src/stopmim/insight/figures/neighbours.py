@@ -59,24 +59,18 @@ def find(runs: Sequence[Run], images: Images | None = None) -> Neighbours:
 
     Without `images`, those the first run was trained on. Images that cannot be read are left out.
     """
-    networks = {"before training": build(resolve(runs[0].config)).eval().branch()}
-    for run in runs:
-        name = "after training" if len(runs) == 1 else run.path.resolve().name
-        networks[name] = run.model().branch()
+    names = ["after training"] if len(runs) == 1 else [run.path.resolve().name for run in runs]
+    networks = [build(resolve(runs[0].config)).eval().branch(), *(r.model().branch() for r in runs)]
     source = images_of(runs[0]) if images is None else images
-    device, (first, *_) = choose_device("auto"), networks.values()
-    view, count = middle(first, source), SHOWN
+    device, view, count = choose_device("auto"), middle(networks[0], source), SHOWN
     if device.type == "cpu":
-        count = min(SHOWN, max(FEWEST, int(WORK / _work(list(networks.values())))))
+        count = min(SHOWN, max(FEWEST, int(WORK / _work(networks))))
     chosen, views = _sample(source, view, count)
     found = []
-    for name, network in networks.items():
-        own = network.side * network.patch
-        shown = (
-            views
-            if own == view.size
-            else F.interpolate(views, own, mode="bilinear", antialias=True)
-        )
+    for name, network in zip(["before training", *names], networks, strict=True):
+        shown, own = views, network.side * network.patch
+        if own != view.size:
+            shown = F.interpolate(views, own, mode="bilinear", antialias=True)
         features = extract(
             network.to(device),
             chosen,
