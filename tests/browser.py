@@ -1,16 +1,24 @@
-"""A real browser for tests: headless Chromium, driven through its debugging pipe."""
+"""A real browser for tests: headless Chromium, driven through its debugging pipe.
+
+``python tests/browser.py runs/demo/report.html docs/report.png`` takes the picture of the README.
+"""
 
 import base64
 import fcntl
+import io
 import json
 import os
 import select
 import shutil
 import signal
+import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from PIL import Image
 
 MISSING = "chromium is not installed: run .ci/browser (make test does), or apt-get install chromium"
 FLAGS = (
@@ -61,6 +69,10 @@ class Browser:
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.view(wide, dark=dark)
+
+    def view(self, wide: int, *, dark: bool) -> None:
+        """Makes the window `wide` pixels wide, with the reader's colour scheme."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": wide, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -155,3 +167,22 @@ class Browser:
     def screenshot(self, *, full: bool = False) -> bytes:
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)
         return base64.b64decode(shot["data"])
+
+
+def photograph(page: Path, out: Path, wide: int = 1100, high: int = 2700) -> None:
+    """Writes the top of `page` as a PNG of few bytes; the run is called by its last two folders."""
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+        browser.view(wide, dark=False)
+        browser.call("Emulation.setScrollbarsHidden", hidden=True)
+        browser.open(page)
+        name = json.dumps("/".join(page.resolve().parts[-3:-1]))
+        browser.ask(f"document.querySelector('.path').textContent = {name}")
+        area = {"x": 0, "y": 0, "width": wide, "height": high, "scale": 1}
+        options = {"format": "png", "clip": area, "captureBeyondViewport": True}
+        shot = base64.b64decode(browser.call("Page.captureScreenshot", **options)["data"])
+    picture = Image.open(io.BytesIO(shot)).convert("RGB")
+    picture.quantize(255, dither=Image.Dither.NONE).save(out, optimize=True)
+
+
+if __name__ == "__main__":
+    photograph(Path(sys.argv[1]), Path(sys.argv[2]))

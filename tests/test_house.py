@@ -40,8 +40,9 @@ evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protoc
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table
 insight insight.figures insight.report insight.figures.pictures insight.report.results
-insight.figures.curves insight.figures.masks insight.figures.subject insight.figures.sweep
-insight.figures.pca insight.figures.prediction insight.figures.similarity insight.figures.theory
+insight.figures.curves insight.figures.layout insight.figures.masks insight.figures.subject
+insight.figures.sweep insight.figures.neighbours insight.figures.pca insight.figures.prediction
+insight.figures.similarity insight.figures.theory
 insight.analyse insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run

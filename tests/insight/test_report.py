@@ -19,13 +19,14 @@ from browser import Browser
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import from_yaml
 from stopmim.data.sources.open import open_images
-from stopmim.insight.figures import curves
+from stopmim.insight.figures import curves, similarity
 from stopmim.insight.report import explorer
 from stopmim.insight.report.page import PREVIEWS, write_report
 from stopmim.insight.report.results import as_text, best_result
+from stopmim.method.build import build, configure
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
-from tiny import NoiseImages, tiny
+from tiny import NoiseImages, tiny, tiny_mae
 
 # Of a run that predicts features; one more is for pixels.
 PANELS = [panel for panel in curves.PANELS if "feature_rank" not in panel.series]
@@ -77,9 +78,10 @@ PAYLOADS = (
 
 
 class Pixels:
-    """Images of random pixels."""
+    """Images of random pixels, of three classes."""
 
-    labels: dict[str, np.ndarray] = {}  # noqa: RUF012 - as the protocol has it
+    labels: dict[str, np.ndarray] = {"class": np.arange(32) % 3}  # noqa: RUF012 - as the protocol has it
+    classes = ("cats", "dogs", "<i>birds</i>")
     fingerprint = "pixels"
 
     def __len__(self) -> int:
@@ -503,6 +505,123 @@ def test_hostile_text_runs_nothing_in_a_browser(
     assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
     assert browser.ask("document.querySelectorAll('[onerror], iframe').length") == 0
     assert "onerror" in browser.ask("document.querySelector('h1').textContent")
+
+
+# Elements that reach beyond the window, or whose text does not fit; code may scroll.
+CUT_OFF = """(() => {
+  const wide = document.documentElement.clientWidth, seen = [];
+  for (const e of document.body.querySelectorAll("*:not(script, pre)")) {
+    const box = e.getBoundingClientRect();
+    const out = box.width && box.height && (box.left < -0.5 || box.right > wide + 0.5);
+    const cut = e instanceof HTMLElement && e.scrollWidth > e.clientWidth + 1
+      && getComputedStyle(e).overflowX !== "visible" && getComputedStyle(e).clipPath === "none";
+    if (out || cut) seen.push(`${e.tagName}.${e.className}: ${e.textContent.slice(0, 40)}`);
+  }
+  return document.documentElement.scrollWidth > wide ? ["the page", ...seen] : seen;
+})()"""
+
+
+def test_nothing_is_cut_off_on_any_screen_in_light_and_dark(
+    trained: Run, browser: Browser, tmp_path: Path
+) -> None:
+    long = Run(shutil.copytree(trained.path, tmp_path / "a_rather_long_name_of_a_run_with_seed_3"))
+    page = write_report(trained, Pixels(), others=[long], out=tmp_path / "both.html")
+    tops = (
+        "[...document.querySelectorAll('{}')].map(e => Math.round(e.getBoundingClientRect().top))"
+    )
+    papers = set()
+    for wide, dark in itertools.product((1400, 768, 390), (False, True)):
+        browser.view(wide, dark=dark)
+        browser.open(page)
+        browser.ask("document.querySelectorAll('details').forEach(e => { e.open = true; })")
+        assert browser.ask(CUT_OFF) == [], (wide, dark)
+        assert browser.errors == [], (wide, dark)
+        masked = browser.ask(tops.format(".grid.images .drawing"))
+        assert masked.count(masked[0]) == {1400: 4, 768: 3, 390: 2}[wide]  # images of a row align
+        for name, columns in (("prediction", 2), ("position", 3)):
+            aligned = browser.ask(tops.format(f"#{name}-explorer .pair svg"))
+            assert aligned == [aligned[0]] * columns, (name, wide)
+        papers.add(browser.ask("getComputedStyle(document.documentElement).backgroundColor"))
+    assert len(papers) == 2
+    browser.view(1200, dark=False)
+
+
+def test_every_number_of_a_result_is_named_and_in_sight_on_a_telephone(
+    trained: Run, browser: Browser
+) -> None:
+    browser.view(390, dark=False)
+    browser.open(trained.path / "report.html")
+    named = browser.ask(
+        "[...document.querySelectorAll('[aria-labelledby=evaluation] tbody tr:first-child td')]"
+        ".map(e => [getComputedStyle(e, '::before').content, e.getBoundingClientRect().right])"
+    )
+    titles = {title for title, _ in named}
+    assert {'"Value"', '"Random init"', '"Difference"'} <= titles
+    assert max(right for _, right in named) <= 390
+    browser.view(1200, dark=False)
+
+
+def test_neighbours_are_on_the_page_with_their_classes(full: Page, browser: Browser) -> None:
+    assert "among 32 training images" in full.text
+    assert re.search(r"class \d+ % \d+ % 31 %", full.text)  # 11, 11 and 10 images
+    data = json.loads(next(text for text in full.scripts if text.startswith("{")))["neighbours"]
+    assert [e["name"] for e in data["encoders"]] == ["before training", "after training"]
+    assert all(picture.startswith("data:image/jpeg;base64,") for picture in data["pictures"])
+    assert sum(map(len, data["pictures"])) < 4_000_000 * 32 / 300  # in the page of 300 images
+    images = "[...document.querySelectorAll('#gallery img')]"
+    assert browser.ask(f"{images}.every(e => e.complete && e.naturalWidth)")  # also when printed
+    cards = browser.ask("document.querySelectorAll('#gallery figure').length")
+    framed = browser.ask("document.querySelectorAll('#gallery .same').length")
+    of, near = data["kinds"][0]["of"], [e["nearest"] for e in data["encoders"]]
+    want = sum(of[i] == of[q] for q in data["queries"] for rows in near for i in rows[q])
+    assert (cards, framed) == (8, want)
+
+
+def test_the_map_shows_the_image_under_the_pointer_and_a_click_its_neighbours(
+    browser: Browser, trained: Run
+) -> None:
+    browser.open(trained.path / "report.html")
+    dot, said = "#maps figure:nth-child(2) circle.kind-1", "#map-said"
+    text = f"document.querySelector('{said}').textContent"
+    shown = "document.querySelector('#maps image').getAttribute('href')"
+    own = "document.querySelector('#chosen .query').getAttribute('src')"
+    before = browser.ask(own)
+    browser.ask(f"document.querySelector('{dot}').scrollIntoView({{block: 'center'}})")
+    x, y = browser.ask(
+        f"(r => [r.x + r.width / 2, r.y + r.height / 2])"
+        f"(document.querySelector('{dot}').getBoundingClientRect())"
+    )
+    browser.mouse("mouseMoved", x, y)
+    assert browser.ask(text).endswith("class: dogs")
+    assert browser.ask(shown) != before == browser.ask(own)
+    browser.mouse("mousePressed", x, y)
+    browser.mouse("mouseReleased", x, y)
+    assert browser.ask(own) == browser.ask(shown)
+    assert browser.ask("document.querySelectorAll('#maps .ring').length") == 2 * (1 + 6)
+    browser.ask("document.querySelector('#maps .places').focus()")
+    chosen = browser.ask(own)
+    browser.key("ArrowRight")
+    assert browser.ask(own) != chosen
+    assert browser.errors == []
+
+
+def test_captions_name_the_loss_of_the_run_and_what_greys_mean(full: Page, tmp_path: Path) -> None:
+    assert "smooth L1 between predictions and targets" in full.text
+    assert "plain grey: neither seen nor predicted" in full.text
+    pixels = pretrain(NoiseImages(), tmp_path / "mae", tiny_mae(), stop_at=1)
+    text = Page(write_report(pixels)).text
+    assert "squared error between predictions and targets" in text
+    assert "smooth L1" not in text
+
+
+def test_noise_that_changes_nothing_is_said_to_be_off(trained: Run, full: Page) -> None:
+    off = {}
+    for sigma in (1e-6, 25.0):
+        model = build(configure(tiny(positions={"sigma": sigma})))
+        off[sigma] = similarity.of_model(model, 0).practically_off
+    assert off == {1e-6: True, 25.0: False}
+    own = similarity.of_model(trained.model(), trained.config.seed).practically_off
+    assert ("The noise is practically off" in full.text) == own
 
 
 def test_several_runs_are_on_one_page(trained: Run, full: Page, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from stopmim.cli.options import choices, option
 
 Name = Literal[
     "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty",
-    "all",
+    "neighbours", "all",
 ]  # fmt: skip
 Figure = Annotated[
     Name,
@@ -25,6 +25,7 @@ Figure = Annotated[
         pca="feature maps",
         masks="a preview of masks",
         uncertainty="prediction error, and variation over noise",
+        neighbours="most similar images, before and after training",
         all="every one of them",
     ),
 ]
@@ -55,7 +56,7 @@ class Doctor:
 
 @dataclass(frozen=True)
 class Analyse:
-    """Draw the analyses of the paper for runs: one PNG each."""
+    """Draw analyses of runs, those of the paper and more: one PNG each."""
 
     what: Positional[Figure]
     runs: Annotated[Positional[tuple[Path, ...]], option("[RUN ...]")] = ()

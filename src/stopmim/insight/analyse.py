@@ -12,13 +12,22 @@ from matplotlib.figure import Figure
 from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
-from stopmim.insight.figures import curves, masks, pca, prediction, similarity, theory
+from stopmim.insight.figures import (
+    curves,
+    masks,
+    neighbours,
+    pca,
+    prediction,
+    similarity,
+    theory,
+)
 from stopmim.insight.figures.subject import images_of, load, views
 from stopmim.runs.run import Run
 
 What = Literal[
-    "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty"
-]
+    "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty",
+    "neighbours",
+]  # fmt: skip
 IMAGES = 8  # shown per figure
 DPI = 160
 
@@ -81,5 +90,7 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
             return masks.figure(views(runs[0], images, IMAGES), runs[0].config)
         case "uncertainty":
             return prediction.uncertainty_maps(load(runs[:1], images, IMAGES)[0])
+        case "neighbours":
+            return neighbours.figure(neighbours.find(runs, images))
         case unknown:
             assert_never(unknown)

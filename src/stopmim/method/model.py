@@ -51,6 +51,7 @@ class Target(ABC):
     learned: ClassVar[bool] = False  # targets depend on weights, and so can collapse
     class_token_seen: ClassVar[bool] = False  # by the predictor, beside the context patches
     start: ClassVar[Start] = "jepa"  # how the weights are initialised
+    loss_name: ClassVar[str] = "smooth L1"  # of `loss`, for people
 
     def width(self, encoder: VisionTransformer) -> int:
         """T, the numbers to predict per patch."""
@@ -161,6 +162,7 @@ class Pixels(Target):
     name = "MAE"
     class_token_seen = True
     start = "mae"
+    loss_name = "squared error"
 
     def width(self, encoder: VisionTransformer) -> int:
         return 3 * encoder.patch**2

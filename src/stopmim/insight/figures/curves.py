@@ -23,7 +23,7 @@ SMALLEST_SPAN = 4e-3  # of an axis, relative to its values; the EMA momentum of 
 class Panel(NamedTuple):
     title: str
     series: dict[str, str]  # key in metrics.jsonl -> name in the legend
-    about: str
+    about: str  # may name the loss of the run, as {loss}
     low: float | None = None  # lower values are shown as this
 
 

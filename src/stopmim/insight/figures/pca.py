@@ -13,6 +13,11 @@ from stopmim.health.measure import patch_features
 from stopmim.insight.figures.pictures import house_style, panels, style_images
 from stopmim.insight.figures.subject import Subject, pixels
 
+CAPTION = (
+    "Red, green and blue are the first three principal components of the patch features:\n"
+    "patches of a row in the same colour have similar features. Colours of two rows do not compare."
+)
+
 
 def maps(subject: Subject) -> tuple[np.ndarray, float]:
     """The first three principal components of all patches of all images, as red, green, blue.
@@ -38,7 +43,7 @@ def maps(subject: Subject) -> tuple[np.ndarray, float]:
 def figure(subjects: Sequence[Subject]) -> Figure:
     """Images, and below them their features, one row per run."""
     views, rows = subjects[0].views[:8], 1 + len(subjects)
-    picture, grid = panels(rows, len(views), (1.05 * len(views), 1.15 * rows + 0.2))
+    picture, grid = panels(rows, len(views), (1.05 * len(views), 1.15 * rows + 0.55))
     style_images(grid)
     for axes, view in zip(grid[0], views, strict=True):
         axes.imshow(view.image)
@@ -48,4 +53,5 @@ def figure(subjects: Sequence[Subject]) -> Figure:
         for axes, colour in zip(row, colours, strict=False):
             axes.imshow(colour, interpolation="nearest")
         row[0].set_ylabel(f"{subject.name}\n{explained:.0%} of variance", size=8.5)
+    picture.supxlabel(CAPTION, size=8.5)
     return picture

@@ -119,7 +119,8 @@ def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
     pictures.style_images(grid)
     for axes, view in zip(grid[:, 0], subject.views, strict=False):
         axes.imshow(view.image)
-    for column, maps in zip(grid.T[1:], uncertainty(subject)[:2], strict=True):
+    *found, times = uncertainty(subject)
+    for column, maps in zip(grid.T[1:], found, strict=True):
         high = float(np.nanmax(maps[:rows])) or 1.0
         for axes, values in zip(column, maps, strict=False):
             axes.set_facecolor(pictures.RULE)  # seen where a patch was never predicted
@@ -130,4 +131,6 @@ def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
     titles = ("image", "error of the prediction", "variance over noise draws")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
+    if (times[:rows] == 0).any():
+        picture.supxlabel("grey: a patch that no mask asked for", size=8.5)
     return picture

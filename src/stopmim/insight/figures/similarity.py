@@ -19,6 +19,7 @@ from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions
 
 DRAWS = 64  # of every position
+OFF = 0.99  # share of draws still nearest to their own position: noise that changes nothing
 COLUMNS = ("deterministic", "one draw", "mean of {draws} draws")
 
 
@@ -28,6 +29,11 @@ class Similarity(NamedTuple):
     found: np.ndarray  # (Q,) share of the draws whose most similar fixed position is the query
     strength: float  # root mean square length of A n, over that of psi_q
     draws: int
+
+    @property
+    def practically_off(self) -> bool:
+        """Whether hardly any draw could be taken for another position."""
+        return bool(self.found.mean() >= OFF)
 
 
 def default_queries(side: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data for the script of the page, as JSON: curves, predictions and positions to explore.
+"""Data for the script of the page, as JSON: curves, neighbours, predictions and positions.
 
 Maps are bytes, 0 to 255, in base64: a thousand of them take less room than one photograph.
 """
@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from stopmim.config.schema import Config
 from stopmim.health.log import Logged
 from stopmim.insight.figures import curves, prediction
+from stopmim.insight.figures.layout import layout
+from stopmim.insight.figures.neighbours import Neighbours, kinds, queries
 from stopmim.insight.figures.pictures import Preview, resized
 from stopmim.insight.figures.similarity import DRAWS, of_model
 from stopmim.method.build import build
@@ -26,6 +29,7 @@ from stopmim.weights.load import load_model
 
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="ascii")
 EDGE = 240  # pixels of an image of the explorer
+THUMBNAIL = 96  # pixels of an image of the gallery, at most: 300 of them take 1 MB
 MAPS = 6_000_000  # bytes of heat maps in a page; beyond that, fewer images are shown
 
 
@@ -59,6 +63,28 @@ def charts(runs: Sequence[Run], reference: Sequence[Logged]) -> list[dict[str, A
         if any(line["run"] == 0 for line in found):
             shown.append({"title": panel.title, "lines": found})
     return shown
+
+
+def neighbours(found: Neighbours) -> dict[str, Any]:
+    """Small pictures of some images, their places on a map, and their neighbours."""
+    pixels = found.views.permute(0, 2, 3, 1).numpy()
+    return {
+        "pictures": [_jpeg(image) for image in pixels],
+        "names": [found.images.name(i) for i in range(len(pixels))],
+        "queries": queries(len(pixels)).tolist(),
+        "encoders": [
+            {
+                "name": encoder.name,
+                "nearest": encoder.nearest.tolist(),
+                "places": layout(encoder.features).round(4).tolist(),
+            }
+            for encoder in found.encoders
+        ],
+        "kinds": [
+            {"label": kind.label, "names": kind.names, "of": kind.of.tolist()}
+            for kind in kinds(found.images)
+        ],
+    }
 
 
 def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any] | None:
@@ -105,6 +131,14 @@ def positions(model: MaskedImageModel, seed: int) -> dict[str, Any]:
 
 def _png(image: np.ndarray) -> str:
     edge = EDGE // len(image) * len(image) or EDGE  # whole pixels if it is enlarged
+    return _address(resized(image, edge), "png", optimize=True)
+
+
+def _jpeg(image: np.ndarray) -> str:
+    return _address(resized(image, min(THUMBNAIL, len(image))), "jpeg", quality=80)
+
+
+def _address(picture: Image.Image, kind: str, **options: Any) -> str:
     file = io.BytesIO()
-    resized(image, edge).save(file, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    picture.save(file, kind, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

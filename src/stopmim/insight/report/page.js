@@ -1,6 +1,6 @@
 "use strict";
-// Curves with zoom and cursor, and two explorers. Without this script the page shows the same
-// figures, without interaction. Text is only ever set as textContent; nothing is fetched.
+// Curves with zoom and cursor, a gallery, and three explorers. Without this script the page shows
+// the curves and positions, without interaction. Text is only ever set as textContent; nothing is fetched.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
@@ -144,7 +144,7 @@
         const key = element("svg", { viewBox: "0 0 18 6", class: "chart" });
         key.append(element("path", { d: "M0,3L18,3", class: this.style(line, k) }));
         const item = element("span", { title: line.name });
-        item.append(key, element("span", {}, `${line.name}, ${line.label}`));
+        item.append(key, element("span", {}, `${line.label}, ${line.name}`));
         list.append(item);
       });
       return list;
@@ -160,6 +160,119 @@
     const place = document.getElementById(`chart-${i}`);
     if (place) new Chart(place, chart);
   });
+
+  // ---------------------------------------------------------------------------- neighbours
+
+  function picture(given, i, attributes = {}) {
+    return element("img", { src: given.pictures[i], alt: given.names[i], title: given.names[i], ...attributes });
+  }
+
+  // An image with its neighbours, one row per encoder; those of its kind are framed.
+  function neighbourhood(given, query, kind) {
+    const card = element("figure");
+    card.append(picture(given, query, { class: "query" }));
+    for (const { name, nearest } of given.encoders) {
+      const row = element("div", { class: "near" });
+      row.append(element("span", {}, name.replace(" training", "")));
+      for (const i of nearest[query]) {
+        const same = kind && kind.of[query] >= 0 && kind.of[i] === kind.of[query];
+        row.append(picture(given, i, same ? { class: "same" } : {}));
+      }
+      card.append(row);
+    }
+    return card;
+  }
+
+  class Places {
+    // The map of one encoder. `point` is called for the image under the pointer, `choose` on a click.
+    constructor(place, given, encoder, point, choose) {
+      this.given = given;
+      this.encoder = encoder;
+      this.at = encoder.places.map(([x, y]) => [4 + 92 * x, 4 + 92 * y]);
+      const box = element("figure");
+      box.append(element("figcaption", {}, encoder.name));
+      this.svg = element("svg", { viewBox: "0 0 100 100", tabindex: 0, role: "application", class: "places",
+        "aria-label": `map, ${encoder.name}: arrow keys go from image to image` });
+      this.dots = this.at.map(([x, y]) => element("circle", { cx: x, cy: y, r: 1.1 }));
+      this.rings = element("g");
+      this.frame = element("rect", { class: "thumb", width: 21, height: 21 });
+      this.image = element("image", { width: 20, height: 20, preserveAspectRatio: "xMidYMid slice" });
+      this.svg.append(this.rings, ...this.dots, this.frame, this.image);
+      box.append(this.svg);
+      place.append(box);
+      this.svg.addEventListener("pointermove", (e) => point(this.nearest(e)));
+      this.svg.addEventListener("click", (e) => choose(this.nearest(e)));
+      this.svg.addEventListener("pointerleave", () => point(null));
+      this.svg.addEventListener("keydown", (e) => {
+        const way = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[e.key];
+        if (!way) return;
+        e.preventDefault();
+        choose((this.chosen + way + this.at.length) % this.at.length);
+      });
+    }
+
+    nearest(event) {
+      const place = this.svg.getBoundingClientRect();
+      const x = (100 * (event.clientX - place.left)) / place.width, y = (100 * (event.clientY - place.top)) / place.height;
+      const far = this.at.map((p) => (p[0] - x) ** 2 + (p[1] - y) ** 2);
+      return far.indexOf(Math.min(...far));
+    }
+
+    colour(kind) {
+      this.dots.forEach((dot, i) => dot.setAttribute("class", !kind ? "" : kind.of[i] >= 0 ? `kind-${kind.of[i]}` : "unknown"));
+    }
+
+    show(chosen, shown) {
+      this.chosen = chosen;
+      this.rings.replaceChildren(...[chosen, ...this.encoder.nearest[chosen]].map((i, k) =>
+        element("circle", { cx: this.at[i][0], cy: this.at[i][1], r: k ? 1.9 : 2.6, class: k ? "ring" : "ring chosen" })));
+      const [x, y] = this.at[shown];
+      const corner = [x < 50 ? x + 2 : x - 23, y < 50 ? y + 2 : y - 23];
+      for (const [part, inset] of [[this.frame, 0], [this.image, 0.5]]) {
+        part.setAttribute("x", corner[0] + inset);
+        part.setAttribute("y", corner[1] + inset);
+      }
+      this.image.setAttribute("href", this.given.pictures[shown]);
+    }
+  }
+
+  function exploreNeighbours(gallery, place, given) {
+    const state = { chosen: given.queries[0], pointed: null, kind: given.kinds[0] };
+    const controls = element("div", { class: "controls" }), names = element("p", { class: "legend kinds" });
+    if (given.kinds.length > 1) {
+      const label = element("label", {}, "Colours show "), select = element("select", { id: "kind" });
+      given.kinds.forEach((kind, i) => select.append(element("option", { value: i }, kind.label)));
+      select.addEventListener("change", () => { state.kind = given.kinds[select.value]; show(); });
+      label.append(select);
+      controls.append(label);
+    }
+    const pair = element("div", { class: "pair two" });
+    const maps = given.encoders.map((encoder) => new Places(pair, given, encoder,
+      (i) => { state.pointed = i; point(); }, (i) => { state.chosen = i; state.pointed = null; show(); }));
+    const said = element("p", { class: "readout", id: "map-said", "aria-live": "polite" });
+    const own = element("div", { class: "gallery", id: "chosen" });
+    place.append(controls, names, pair, said, own);
+
+    function point() {
+      const shown = state.pointed ?? state.chosen, kind = state.kind;
+      for (const map of maps) map.show(state.chosen, shown);
+      const which = kind && kind.of[shown] >= 0 ? `, ${kind.label}: ${kind.names[kind.of[shown]]}` : "";
+      said.textContent = `${given.names[shown]}${which}`;
+    }
+
+    function show() {
+      for (const map of maps) map.colour(state.kind);
+      names.replaceChildren(...(state.kind ? state.kind.names : []).map((name, i) => {
+        const item = element("span");
+        item.append(element("span", { class: `key kind-${i}` }), name);
+        return item;
+      }));
+      gallery.replaceChildren(...given.queries.map((query) => neighbourhood(given, query, state.kind)));
+      own.replaceChildren(neighbourhood(given, state.chosen, state.kind));
+      point();
+    }
+    show();
+  }
 
   // ---------------------------------------------------------------------------- grids of patches
 
@@ -310,6 +423,13 @@
     show(Math.floor(side / 2) * side + Math.floor(side / 2));
   }
 
+  // On narrow screens a row of a table becomes a list, and each cell is named by its column.
+  for (const table of document.querySelectorAll(".scroll table")) {
+    const titles = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent);
+    for (const row of table.querySelectorAll("tbody tr")) [...row.children].forEach((cell, i) => { cell.dataset.title = titles[i]; });
+  }
+
+  if (data.neighbours) exploreNeighbours(document.getElementById("gallery"), document.getElementById("maps"), data.neighbours);
   if (data.predictions) explorePredictions(document.getElementById("prediction-explorer"), data.predictions);
   if (data.positions) explorePositions(document.getElementById("position-explorer"), data.positions);
   document.documentElement.classList.add("alive");

@@ -26,7 +26,7 @@ from stopmim.data.skip import without_skipped
 from stopmim.health.doctor import Diagnosis, diagnose
 from stopmim.health.log import Logged, measurements, number, training_seconds
 from stopmim.health.reference import find_reference
-from stopmim.insight.figures import curves, pictures, similarity
+from stopmim.insight.figures import curves, neighbours, pictures, similarity
 from stopmim.insight.figures.subject import images_of
 from stopmim.insight.report import explorer, results
 from stopmim.insight.report.results import count_text, entry
@@ -57,7 +57,9 @@ def write_report(
     last, differ = metrics[-1] if metrics else {}, results.differing(lines)
     described, config_missing = _attempt(lambda: _described(run, about))
     config, network = described or (None, None)
-    views, views_missing = _attempt(lambda: _views(run, config, images))
+    shown, missing = _attempt(lambda: _images(run, config, images))
+    views, views_missing = _attempt(lambda: _views(_known(shown, missing), config))
+    near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing)))
     model, model_missing = _attempt(run.model)
     explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
     similar, reference = None, find_reference(config) if config else None
@@ -69,6 +71,7 @@ def write_report(
         explored["predictions"] = views and explorer.predictions(run, config, views)
     stretched = reference.stretched(_updates(config, last)) if config and reference else []
     explored["charts"] = explorer.charts(runs, stretched)
+    explored["neighbours"] = near and explorer.neighbours(near)
     text = _ENVIRONMENT.get_template("page.html").render(
         name=run.path.resolve().name,
         path=run.path.resolve(),
@@ -89,6 +92,8 @@ def write_report(
         panels=_panels(metrics),
         views=views,
         views_missing=views_missing,
+        near=near,
+        near_missing=near_missing,
         model=model,
         model_missing=model_missing,
         similar=similar,
@@ -125,6 +130,10 @@ _ENVIRONMENT.globals |= {
     "draw_curves": curves.figure,
     "draw_preview": pictures.figure,
     "draw_similarity": similarity.figure,
+    "agreement": neighbours.agreement,
+    "by_chance": neighbours.by_chance,
+    "kept": neighbours.kept,
+    "kinds": neighbours.kinds,
 }
 _ENVIRONMENT.filters |= {
     "count": count_text,
@@ -139,6 +148,13 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
         return make(), ""
     except (UserError, ValueError, OSError) as error:  # pydantic's is a ValueError
         return None, " ".join(str(error).split())
+
+
+def _known(found: T | None, missing: str) -> T:
+    """What an attempt found; if nothing, its reason is that of whatever needs it."""
+    if found is None:
+        raise UserError(missing)
+    return found
 
 
 def _mapping(tree: object) -> dict[str, Any]:
@@ -218,12 +234,18 @@ def _panels(metrics: Sequence[Logged]) -> list[tuple[curves.Panel, dict[str, cur
     return [(panel, drawn) for panel, drawn in found if any(len(c.step) for c in drawn.values())]
 
 
-def _views(run: Run, config: Config | None, images: Images | None) -> list[pictures.Preview]:
+def _images(run: Run, config: Config | None, images: Images | None) -> Images:
+    """The images of the training."""
     if config is None:
         raise UserError("the masks are drawn from the config, which cannot be read")
     images = images_of(run) if images is None else without_skipped(images, config.data.skip)
     if images.fingerprint != _mapping(run.about.get("data")).get("fingerprint"):
         raise UserError("the images found now are not those that the run was trained on")
+    return images
+
+
+def _views(images: Images, config: Config | None) -> list[pictures.Preview]:
+    config = _known(config, "the config cannot be read")
     found = pictures.previews(images, config, step=0, count=PREVIEWS)
     if not found:
         raise UserError("none of the first images can be read")
