@@ -20,8 +20,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.subset import Subset
 from stopmim.evals.features import extract
-from stopmim.evals.inputs import middle
-from stopmim.evals.views import View
+from stopmim.evals.views import View, middle
 from stopmim.gpu.devices import choose_device
 from stopmim.insight.figures.pictures import house_style
 from stopmim.insight.figures.subject import images_of
