@@ -157,7 +157,7 @@ def test_what_cannot_work_is_said_before_an_image_is_read(
     assert not list(tmp_path.glob("a.*"))
 
 
-# ------------------------------------------------------------------------------ the test part
+# ------------------------------------------------------------------------------ the test split
 
 
 def test_a_test_part_is_read_too_and_its_broken_files_are_told_and_listed(
@@ -167,9 +167,9 @@ def test_a_test_part_is_read_too_and_its_broken_files_are_told_and_listed(
     words = ["check", str(root), "--preset", "tiny_cpu"]
     assert main([*words, "--data.max_bad", "0.05"]) == 3  # one of 40, but one of 16 to test on
     said = capsys.readouterr()
-    assert "test part 16 images scanned" in said.out
+    assert "test      16 images scanned" in said.out
     assert "fit for training, but not for evaluation" in said.out
-    assert "images, test part: 1 of 16 images cannot be read" in said.err
+    assert "images, test split: 1 of 16 images cannot be read" in said.err
     assert main([*words, "--data.max_bad", "0.1", "--fix-list", str(fixes)]) == 0
     assert "eval --skip" in capsys.readouterr().out
     assert [json.loads(line) for line in fixes.read_text().splitlines()] == [

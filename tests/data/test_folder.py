@@ -12,8 +12,9 @@ from PIL import Image
 
 from stopmim.base.errors import DataError
 from stopmim.data.decode import BadImageError
-from stopmim.data.sources.folder import MAX_BYTES, Folder
+from stopmim.data.sources.folder import MAX_BYTES, Folder, class_folders, describe_others
 from stopmim.data.sources.source import printable
+from stopmim.data.subset import without_loose
 
 
 def put(path: Path, colour: tuple[int, int, int] = (9, 9, 9)) -> None:
@@ -39,8 +40,7 @@ def test_images_are_found_at_any_depth_and_sorted_by_path(tmp_path: Path) -> Non
         "a/10.png",
         "B/x.png",
     }
-    assert folder.labels == {}
-    assert folder.classes == []
+    assert folder.classes == ["B", "a", "a-b", "b"]
 
 
 def test_an_image_is_read_by_its_number(tmp_path: Path) -> None:
@@ -84,12 +84,56 @@ def test_folders_below_the_root_are_classes_whatever_lies_below_them(tmp_path: P
         assert folder.name(i).split("/")[0] == folder.classes[label]
 
 
-@pytest.mark.parametrize("files", [["a/1.png", "b/2.png", "3.png"], ["a/1.png", "a/2.png"]])
-def test_a_loose_image_or_a_single_folder_means_no_labels(tmp_path: Path, files: list[str]) -> None:
+@pytest.mark.parametrize("files", [["a/1.png", "a/2.png"], ["a/1.png", "2.png"], ["1.png"]])
+def test_fewer_than_two_folders_mean_no_labels(tmp_path: Path, files: list[str]) -> None:
     for name in files:
         put(tmp_path / name)
-    assert Folder(tmp_path).labels == {}
-    assert Folder(tmp_path).classes == []
+    folder = Folder(tmp_path)
+    assert (folder.labels, folder.classes, folder.loose) == ({}, [], 0)
+
+
+def test_loose_images_have_no_class_and_take_none_from_the_others(tmp_path: Path) -> None:
+    for name in ("3.png", "a/1.png", "b/2.png", "z.png"):
+        put(tmp_path / name)
+    folder = Folder(tmp_path)
+    assert names(folder) == ["3.png", "a/1.png", "b/2.png", "z.png"]
+    assert folder.labels["class"].tolist() == [-1, 0, 1, -1]
+    assert (folder.classes, folder.loose) == (["a", "b"], 2)
+    assert class_folders(tmp_path) == ["a", "b"]
+    tested = Folder(tmp_path, ["z", "b", "a"])  # numbered as in training
+    assert tested.labels["class"].tolist() == [-1, 2, 1, -1]
+    rest = without_loose(folder)
+    assert [rest.name(i) for i in range(len(rest))] == ["a/1.png", "b/2.png"]
+    assert without_loose(rest) is not folder
+    (tmp_path / "3.png").unlink()
+    (tmp_path / "z.png").unlink()
+    assert without_loose(whole := Folder(tmp_path)) is whole
+
+
+def test_files_that_are_not_read_are_counted_by_extension(tmp_path: Path) -> None:
+    for name in ("a/1.png", "a/2.CR2", "b/3.cr2", "b/4.txt", "README", "b/.5.cr2", "x.tar.gz"):
+        put(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.txt")
+    folder = Folder(tmp_path)
+    assert folder.others == {"cr2": 2, "txt": 1, "": 1, "gz": 1}
+    said = describe_others(folder.others)
+    assert said.startswith("2 .cr2, 1 without extension, 1 .gz, 1 .txt; convert .cr2 to JPEG")
+    (tmp_path / "a/1.png").unlink()
+    with pytest.raises(DataError, match=r"no images in this folder .*, found 2 \.cr2, "):
+        Folder(tmp_path)
+
+
+def test_a_folder_of_countless_kinds_of_files_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stopmim.data.sources.folder.KINDS", 5)
+    put(tmp_path / "1.png")
+    for i in range(20):
+        (tmp_path / f"file.{i}").touch()
+    folder = Folder(tmp_path)
+    assert len(folder.others) <= 6
+    assert sum(folder.others.values()) == 20
+    assert "others" in describe_others({str(i): 1 for i in range(20)})
 
 
 def test_the_fingerprint_knows_names_and_sizes_and_not_the_place(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
-from stopmim.data.check import inspect_images
+from stopmim.data.facts import inspect_images
 from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
+from stopmim.data.subset import without_loose
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels
@@ -129,14 +130,14 @@ def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
             f"{source}: has no separate training and test part, as train/ and val/; name data "
             f"that has both with --eval DATA"
         ) from None
-    parts = both_without_skipped(*parts, request.get("skip"))
+    train, test = both_without_skipped(*parts, request.get("skip"))
+    parts = without_loose(train), without_loose(test)
     labels = choose_labels(*parts, request["label"])
     total = sum(map(len, parts))
     bad = [
-        f"{images.name(i)}: {look.reason}"
+        f"{images.name(i)}: {reason}"
         for images in (parts if total <= MAX_CHECKED else ())
-        for i, look in enumerate(inspect_images(images, range(len(images))))
-        if look.reason is not None
+        for i, reason in inspect_images(images, range(len(images))).bad
     ]
     if bad:
         way_out = ", or skip them with --data.skip FILE, see stopmim check --fix-list"

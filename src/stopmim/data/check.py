@@ -1,47 +1,36 @@
 """Reads every image of a data set before hours are spent on training, and reports problems."""
 
-import hashlib
 import statistics
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from stopmim.base.console import Ticker, duration
+from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
 from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
-from stopmim.data.decode import BadImageError, collect_files, format_of
+from stopmim.data.duplicates import groups
+from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
 from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
+from stopmim.data.sources.folder import describe_others
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import printable
-from stopmim.data.workers import Watched, batches
+from stopmim.data.subset import underlying, without_loose
 from stopmim.method.build import configure
 
 SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
-CHUNK = 32  # images per answer of a worker
+LONGEST = 2  # sides; of a longer image a square crop loses more than half
 FEW_UPDATES = 1000  # runs of docs/results.md this short had not learned what k-NN can use
 
 Row = tuple[str, str]  # left and right column of the report
-
-
-class ImageFacts(NamedTuple):
-    """Result of reading one image."""
-
-    reason: str | None  # why it cannot be used
-    height: int = 0
-    width: int = 0
-    kind: str = ""  # "JPEG RGB", ...
-    digest: bytes = b""  # of the file, or of the pixels if there is no file
 
 
 @dataclass(frozen=True)
@@ -58,9 +47,15 @@ class Report:
     sides: list[int]  # shorter side of every readable image
     kinds: Counter[str]
     copies: list[list[str]]  # names of equal images
+    near: list[list[str]]  # names of near-duplicates, one of each group of equal images
+    long: list[str]  # names and sizes of images that a square crop would lose most of
+    others: dict[str, int]  # files that are not read, by extension
+    loose: int  # images beside class folders, without a label
     classes: dict[str, list[int]]  # label -> images per class
     test: "Report | None" = None  # of the test split, if there is one
     refused: str | None = None  # why a test split cannot be opened
+    leaked: list[tuple[str, str, bool]] = field(default_factory=list)
+    """test images that are also in training: name, name of the training image, whether equal"""
 
     @property
     def problem(self) -> str | None:
@@ -68,10 +63,20 @@ class Report:
         return self._unreadable or self.refused or (self.test.problem if self.test else None)
 
     @property
+    def test_bad(self) -> list[tuple[str, str]]:
+        """Test images to leave out of evaluation, and why."""
+        leaked = [
+            (name, f"{'the same as' if same else 'nearly the same as'} {train} of training")
+            for name, train, same in self.leaked
+        ]
+        return [*(self.test.bad if self.test else []), *leaked]
+
+    @property
     def _unreadable(self) -> str | None:
         share, limit = len(self.bad) / max(1, self.scanned), self.config.data.max_bad
         if not self.sides:
-            return f"{self.source}: none of the {self.scanned} images scanned can be read"
+            none = f"none of the {self.scanned} images scanned can be read"
+            return f"{self.source}: {none if self.scanned > 1 else 'its image cannot be read'}"
         if share > limit:
             return (
                 f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
@@ -87,11 +92,13 @@ class Report:
         if self._unreadable:
             return "not usable: " + ("too many are broken" if self.sides else "none can be read")
         if self.refused:
-            return "fit for training, but not for evaluation: the test part cannot be used"
+            return "fit for training, but not for evaluation: the test split cannot be used"
         if self.test and self.test.problem:
-            return f"fit for training, but not for evaluation: test part {self.test.verdict}"
+            return f"fit for training, but not for evaluation: test split {self.test.verdict}"
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
+        if self.leaked:
+            return "usable, but leave the leaked images out of evaluation: eval --skip FILE"
         if self.bad or (self.test and self.test.bad):
             return (
                 "usable: training replaces broken images by others, chosen by the seed; "
@@ -110,15 +117,14 @@ class Report:
             rows += [("", f"{small:.1%} below the {size} px of {self.preset}")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
         rows += [("kinds", kinds or "none")]
-        extra = sum(len(group) - 1 for group in self.copies)
-        rows += [("copies", f"{extra:,}: these images are the same" if extra else "none")]
-        rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
-        rows += broken
+        rows += [*self._similar(), *broken]
+        if self.others:
+            rows += [("not read", describe_others(self.others))]
         if self.refused:
-            rows += [("test part", self.refused)]
+            rows += [("test", self.refused)]
         if self.test:
             count, labels, broken = self.test._summary()
-            rows += [("test part", count), *labels, *broken]
+            rows += [("test", count), *labels, *broken, *self._leakage()]
         rows += [("training", self._training()), ("verdict", self.verdict)]
         wrap = textwrap.TextWrapper(
             WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
@@ -133,14 +139,51 @@ class Report:
         """The number of images, rows about labels, and rows about broken images."""
         of = "" if self.scanned == self.images else f" of {self.images:,}"
         labels = [
-            ("labels", f"{label}: {len(sizes):,} with {_range(sizes, 'images each')}")
+            (
+                "labels",
+                f"{label}: {_number(len(sizes), 'value')}, {_range(sizes, 'image', ' each')}",
+            )
             for label, sizes in self.classes.items()
         ]
+        if self.loose:
+            lie = "lies" if self.loose == 1 else "lie"
+            labels += [("", f"{_number(self.loose, 'image')} {lie} beside the class folders: "
+                            f"for pretraining only, without a label")]  # fmt: skip
         broken = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
         broken += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             broken += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
-        return f"{self.scanned:,}{of} images scanned", labels, broken
+        count = f"{self.scanned:,}{of} image{'s' * (self.images != 1)} scanned"
+        return count, labels, broken
+
+    def _similar(self) -> list[Row]:
+        """Rows about copies within this split, and images that do not fit a square."""
+        extra = sum(len(group) - 1 for group in self.copies)
+        rows = [("copies", f"{extra:,}: these images are the same" if extra else "none")]
+        rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
+        if extra := sum(len(group) - 1 for group in self.near):
+            rows += [("similar", f"{extra:,}: these look the same, resized, re-encoded or cropped")]
+            rows += [("", " ~ ".join(group[:3])) for group in self.near[:GROUPS]]
+        if self.long:
+            lose = "loses" if len(self.long) == 1 else "lose"
+            rows += [("crop", f"{_number(len(self.long), 'image')} {lose} more than half to the "
+                              f"square crop of evaluation")]  # fmt: skip
+            rows += [("", name) for name in self.long[:GROUPS]]
+        return rows
+
+    def _leakage(self) -> list[Row]:
+        """Rows about test images that are also in training."""
+        if not self.leaked or not self.test:
+            return [("leakage", "none: no test image is a copy of a training image")]
+        equal = sum(same for _, _, same in self.leaked)
+        of = f"{len(self.leaked):,} of {_number(len(self.test.sides), 'test image')}"
+        kinds = f"{equal:,} the same, {len(self.leaked) - equal:,} nearly"
+        rows = [("leakage", f"{of} are copies of training images ({kinds}); --fix-list FILE "
+                            f"lists them for eval --skip FILE")]  # fmt: skip
+        return rows + [
+            ("", f"{test} {'=' if same else '~'} {train} of training")
+            for test, train, same in self.leaked[:GROUPS]
+        ]
 
     def _training(self) -> str:
         optim = self.config.optim
@@ -193,75 +236,88 @@ def check(
     else:
         images, test = both_without_skipped(images, test, skip)
     name = printable(str(data)) if isinstance(data, str | Path) else "images"
-    report = _report(name, preset, config, images, limit)
-    part = None if test is None else _report(f"{name}, test part", preset, config, test, limit)
-    report = replace(report, refused=refused, test=part)
+    splits = [(name, images)] if test is None else [(name, images), (f"{name}, test split", test)]
+    read = [_read(images, config, limit) for _, images in splits]
+    copies = find_copies([facts for facts, _ in read])
+    reports = [
+        _report(source, preset, config, images, facts, found, seconds)
+        for (source, images), (facts, seconds), found in zip(splits, read, copies, strict=True)
+    ]
+    report = replace(reports[0], refused=refused)
+    if test is not None:
+        leaked = _leaked(images, test, [facts for facts, _ in read], copies)
+        report = replace(report, test=reports[1], leaked=leaked)
     if fix_list is not None:
-        write_list(fix_list, report.bad, report.test.bad if report.test else [])
+        write_list(fix_list, report.bad, report.test_bad)
     return report
 
 
-def _report(source: str, preset: str, config: Config, images: Images, limit: int | None) -> Report:
+def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, float]:
+    """Facts about the images, or `limit` of them, and the seconds that this took."""
     count = min(limit or len(images), len(images))
     numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
     begin, runtime = time.monotonic(), config.runtime
-    found = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
-    pairs = list(zip(numbers, found, strict=True))
-    good = [(i, facts) for i, facts in pairs if facts.reason is None]
-    by_digest: dict[bytes, list[int]] = {}
-    for i, facts in good:
-        by_digest.setdefault(facts.digest, []).append(i)
+    facts = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
+    return facts, time.monotonic() - begin
+
+
+def _report(
+    source: str, preset: str, config: Config, images: Images, facts: Facts, copies: Copies,
+    seconds: float,
+) -> Report:  # fmt: skip
+    rows, whole = facts.rows, underlying(images)
+    short, long = (f(rows["height"], rows["width"]) for f in (np.minimum, np.maximum))
+
+    def name(row: int) -> str:
+        return images.name(int(rows["number"][row]))
+
+    one_each = np.unique(copies.same, return_index=True)[1]
     return Report(
         source=source,
         preset=str(preset),
         config=config,
         images=len(images),
-        seconds=time.monotonic() - begin,
-        scanned=count,
-        bad=[(images.name(i), facts.reason) for i, facts in pairs if facts.reason is not None],
-        sides=[min(facts.height, facts.width) for _, facts in good],
-        kinds=Counter(facts.kind for _, facts in good),
-        copies=[[images.name(i) for i in group] for group in by_digest.values() if len(group) > 1],
+        seconds=seconds,
+        scanned=len(rows) + len(facts.bad),
+        bad=[(images.name(i), reason) for i, reason in facts.bad],
+        sides=short.tolist(),
+        kinds=facts.kinds,
+        copies=[[name(i) for i in group] for group in groups(copies.same)],
+        near=[[name(one_each[i]) for i in group] for group in groups(copies.near[one_each])],
+        long=[
+            f"{name(i)} ({rows['width'][i]}x{rows['height'][i]})"
+            for i in np.flatnonzero(long > LONGEST * short).tolist()
+        ],
+        others=getattr(whole, "others", {}),
+        loose=getattr(whole, "loose", 0),
         # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={
-            name: np.unique(label, return_counts=True)[1].tolist()
-            for name, label in images.labels.items()
+            key: np.unique(label, return_counts=True)[1].tolist()
+            for key, label in without_loose(images).labels.items()
         },
     )
 
 
-def inspect_images(
-    images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
-) -> list[ImageFacts]:
-    """Facts about these images, read by `workers` processes; None: one per core."""
-    watched = Watched(images, workers, timeout)
-    chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
-    found: list[ImageFacts] = []
-    begin = time.monotonic()
-    with Ticker("check", len(numbers)) as ticker:
-        for facts in batches(partial(_inspect, watched), chunks, watched):
-            found += facts
-            rate = len(found) / (time.monotonic() - begin)
-            ticker.update(len(found), f"{rate:.0f} images/s")
-    return found
-
-
-def _inspect(watched: Watched, numbers: list[int]) -> list[ImageFacts]:
+def _leaked(
+    train: Images, test: Images, facts: list[Facts], copies: list[Copies]
+) -> list[tuple[str, str, bool]]:
+    """Test images that are also in training, each with one training image that it is a copy of."""
     found = []
-    for number in numbers:
-        with collect_files() as files:
-            try:
-                pixels = watched.read(number)
-            except BadImageError as error:
-                found.append(ImageFacts(str(error)))
-                continue
-        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
-        height, width = pixels.shape[:2]
-        kind = format_of(data) if files else "pixels"
-        found.append(ImageFacts(None, height, width, kind, hashlib.sha256(data).digest()))
+    ours, theirs = (one.rows["number"].tolist() for one in facts)
+    known = [dict(zip(x[::-1].tolist(), ours[::-1], strict=True)) for x in copies[0]]
+    for i, same, near in zip(theirs, *(x.tolist() for x in copies[1]), strict=True):
+        twin = known[0].get(same, known[1].get(near))
+        if twin is not None:
+            found.append((test.name(i), train.name(twin), same in known[0]))
     return found
 
 
-def _range(values: list[int], unit: str) -> str:
-    median = statistics.median(values)
-    return f"{min(values):,} to {max(values):,} {unit}, median {median:,.0f}"
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _range(values: list[int], noun: str, each: str = "") -> str:
+    """The range of `values`, as "6 to 12 images each, median 9"."""
+    low, high, median = min(values), max(values), statistics.median(values)
+    unit = (noun if noun == "px" or high == 1 else f"{noun}s") + each
+    return f"{low:,} {unit}" if low == high else f"{low:,} to {high:,} {unit}, median {median:,.0f}"

@@ -9,6 +9,7 @@ animation, MPO       the first frame
 """
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 try:
     import simplejpeg
@@ -29,7 +30,15 @@ except ImportError:  # the extra `fast`
 MAX_PIXELS = 89_478_485
 
 # Pillow would try every format, and run ghostscript for an EPS file named x.jpg.
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP")
+FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP"]
+EXTENSIONS = ["jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"]
+if features.check("avif"):  # Pillow can be built without it
+    FORMATS, EXTENSIONS = [*FORMATS, "AVIF"], [*EXTENSIONS, "avif"]
+READS_HEIC = importlib.util.find_spec("pillow_heif") is not None  # the extra `heic`
+if READS_HEIC:
+    EXTENSIONS = [*EXTENSIONS, "heic", "heif", "hif"]
+# The start of such a file, after the length of its first box.
+_HEIC = tuple(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"mif1", b"msf1"))
 
 ORIENTATION = 0x0112
 # The tag in either byte order, or in XMP. Orientation 1 needs no work.
@@ -79,6 +88,8 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
     except BadImageError:
         raise
     except UnidentifiedImageError:
+        if data[4:12] in _HEIC and not READS_HEIC:
+            raise BadImageError('HEIC: needs pip install "stopmim[heic]"') from None
         raise BadImageError("not an image of a known format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImageError(f"more than {max_pixels} pixels") from None
@@ -109,7 +120,7 @@ def format_of(data: bytes) -> str:
     try:
         with _quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            with _open(data) as image:
                 several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
                 return f"{image.format} {image.mode}{several}"
     except Exception:
@@ -141,8 +152,18 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         return None
 
 
+def _open(data: bytes) -> Image.Image:
+    """Opens a file of one of the formats by its header."""
+    if READS_HEIC and data[4:12] in _HEIC:
+        import pillow_heif  # a quarter of a second, for those who need it
+
+        pillow_heif.register_heif_opener()
+        return Image.open(io.BytesIO(data), formats=[*FORMATS, "HEIF"])
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
 def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with _open(data) as image:
         _check_size(image.height, image.width, max_pixels)
         return from_pillow(image)
 

@@ -4,6 +4,9 @@ Any object that satisfies `Images` works everywhere. It may also have
 
     classes     list of str: names of the values of the label "class"
     unreadable  list of str: files or folders that could not be read in full
+    others      dict of str and int: files beside the images that are not read, by extension
+    loose       int: images beside class folders, whose "class" is -1
+    label_hint  str: what to do where labels are missing
     in_process  bool: reading is so cheap that worker processes only slow it down
 
 and satisfy `Chunked`, `InMemory` or `FileBacked`.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 2  # of the format; others are never read
+VERSION = 3  # of the format; others are never read
 
 WORTH_IT = 10_000  # images: smaller sources are indexed each time
 

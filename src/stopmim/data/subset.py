@@ -40,6 +40,13 @@ def underlying(images: Images) -> Images:
     return underlying(images.images) if isinstance(images, Subset) else images
 
 
+def without_loose(images: Images) -> Images:
+    """The images of class folders, without those that lie beside these folders."""
+    if not getattr(underlying(images), "loose", 0):
+        return images
+    return Subset(images, np.flatnonzero(images.labels["class"] >= 0))
+
+
 def split_by_class(images: Images, share: float, seed: int) -> tuple[Subset, Subset]:
     """Images to fit on, and `share` of each class to test on, but neither none nor all of it.
 

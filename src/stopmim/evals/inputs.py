@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stopmim.base.console import say
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.data.images import Images
@@ -19,7 +20,7 @@ from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import split_by_class, underlying
+from stopmim.data.subset import split_by_class, underlying, without_loose
 from stopmim.data.transform import seeing
 from stopmim.evals import cache
 from stopmim.evals.features import frozen
@@ -188,6 +189,15 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
 
     Scenes are tested on as many scenes with the next seed.
     """
+    train, test = _open_pair(encoder, request)
+    parts = without_loose(train), without_loose(test)
+    if loose := len(train) + len(test) - sum(map(len, parts)):
+        what = "image lies" if loose == 1 else "images lie"
+        say(f"eval: {loose:,} {what} beside the class folders, without a label: left out")
+    return parts
+
+
+def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     data, train, test, share = request.data, request.train, request.test, request.hold_out
     if share is not None and (data is None or not 0 < share < 1):
         raise UserError(f"--hold-out {share:g}: expected a share of --data, e.g. 0.2")
@@ -207,14 +217,15 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
             f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or give the "
             f"training images alone as --data"
         )
-    return split_by_class(without_skipped(open_images(data), request.skip), share, request.seed)
+    images = without_loose(without_skipped(open_images(data), request.skip))
+    return split_by_class(images, share, request.seed)
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
     """Returns the labels to predict, after checking that both parts have them."""
     common = [name for name in train.labels if name in test.labels]
     if not common:
-        raise DataError("eval: the images have no labels: put them in one folder per class")
+        raise DataError(_without_labels(train, test))
     if not wanted:
         if isinstance(underlying(train), Scenes):
             wanted = [name for name in common if name in QUESTIONS]
@@ -233,3 +244,14 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
             which = f"all {len(train)} training images are of one class"
             raise DataError(f"{name}: {which}: nothing to tell apart")
     return list(wanted)
+
+
+def _without_labels(train: Images, test: Images) -> str:
+    """Says which images lack labels, and what to do in a source of this kind."""
+    bare = [x for x in (("training ", train), ("test ", test)) if not x[1].labels]
+    if not bare:
+        ours, theirs = (", ".join(images.labels) for images in (train, test))
+        return f"eval: no label in common: training images have {ours}, test images {theirs}"
+    which = bare[0][0] if len(bare) == 1 else ""
+    hint = getattr(underlying(bare[0][1]), "label_hint", "they need an attribute `labels`")
+    return f"eval: the {which}images have no labels: {hint}"

@@ -15,6 +15,8 @@ from stopmim.data.sources.source import Source, Split, printable
 class Arrays:
     """Images in memory; the default fingerprint is the sha256 of the shape and of all pixels."""
 
+    label_hint = "add an integer array called labels, with one value per image, to the archive"
+
     def __init__(
         self,
         pixels: np.ndarray,  # (n, H, W, 3) or (n, H, W), uint8

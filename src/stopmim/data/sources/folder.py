@@ -4,20 +4,25 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import BadImageError, decode
+from stopmim.data.decode import EXTENSIONS, READS_HEIC, BadImageError, decode
 from stopmim.data.images import stamp_files
 from stopmim.data.sources.source import PackedPaths, Source, Split, no_split, printable
 
-EXTENSIONS = ("jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
 SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
+HEIC = ("heic", "heif", "hif")
+# Raw and other images that are never read.
+FOREIGN = (*("arw", "cr2", "cr3", "dng", "nef", "orf", "pef", "raf", "rw2", "srw"),
+           *("jp2", "jxl", "psd", "svg", "tga", "exr", "hdr", "ico"))  # fmt: skip
+KINDS = 1000  # extensions that are counted; the rest count as ""
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 # A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
 MAX_BYTES = 2**30
@@ -25,6 +30,8 @@ MAX_BYTES = 2**30
 
 class Files:
     """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
+
+    label_hint = "put them in one folder per class, or give FOLDER@LIST with a list of PATH,LABEL"
 
     def __init__(self, root: Path | str, paths: Sequence[bytes]) -> None:
         self._set_root(root)
@@ -74,8 +81,9 @@ class Folder(Files):
     that lies below `root`. Only regular files are opened: a pipe would block forever. The index of
     a large folder is cached while its folders and `SPOT_CHECKS` file sizes do not change.
 
-    The label "class" is the first folder of a path, if every image lies in one of at least two; it
-    indexes `classes`, by default the sorted names of these folders.
+    The label "class" is the first folder of a path, if there are at least two; it indexes
+    `classes`, by default the sorted names of these folders. It is -1 for the `loose` images beside
+    them. `others` counts files that are not read, by extension.
     """
 
     def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:
@@ -89,6 +97,7 @@ class Folder(Files):
         index = self._load_index() or self._make_index(name)
         self._paths = PackedPaths(index["names"], index["offsets"])
         self.fingerprint = index["fingerprint"].tobytes().decode()
+        self.others = _unpack_counts(index["others"])
         found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
         self.classes = list(classes) or (found if len(found) > 1 else [])
         if found and self.classes:
@@ -96,20 +105,27 @@ class Folder(Files):
                 raise DataError(f"{name}: class {unknown[0]} is not among those of training")
             # Maps the classes found here to the given ones: a test set may lack some.
             numbers = np.array([self.classes.index(c) for c in found], np.int64)
-            self.labels = {"class": numbers[index["label"]]}
+            self.labels = {"class": np.append(numbers, -1)[index["label"]]}
+
+    @property
+    def loose(self) -> int:
+        """Number of images that lie beside the class folders."""
+        return int((self.labels.get("class", np.empty(0)) < 0).sum())
 
     def _make_index(self, name: str) -> dict[str, np.ndarray]:
         began = time.time_ns()
         visited: dict[bytes, int] = {}
-        paths = sorted(scan(self._root, visited, self.unreadable))
+        others: Counter[str] = Counter()
+        paths = sorted(scan(self._root, visited, self.unreadable, others))
         self.unreadable.sort()
         if "." in self.unreadable:
             raise DataError(f"{name}: this folder cannot be read; check its permissions")
         if not paths:
             closed = f" (unreadable folders: {len(self.unreadable)})" if self.unreadable else ""
+            found = f", found {describe_others(others)}" if others else ""
             raise DataError(
                 f"{name}: no images in this folder or below{closed}; "
-                f"looked for files that end in {', '.join(EXTENSIONS)}"
+                f"looked for files that end in {', '.join(EXTENSIONS)}{found}"
             )
         sizes, names = _sizes(self._root, paths), PackedPaths.pack(paths)
         folders = PackedPaths.pack(list(visited))
@@ -125,6 +141,8 @@ class Folder(Files):
             "classes": classes.text,
             "class_offsets": classes.offsets,
             "label": label,
+            "others": _pack_counts(others),
+            "extensions": np.array(EXTENSIONS),
         }
         settled = max(visited.values()) < began - cache.SETTLED_NS
         if len(paths) >= cache.WORTH_IT and settled and not self.unreadable:
@@ -135,6 +153,8 @@ class Folder(Files):
         """The cached index, if it is still valid."""
         if (index := cache.load("folder", self._root)) is None:
             return None
+        if index["extensions"].tolist() != EXTENSIONS:
+            return None  # they depend on what is installed
         folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
             times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
@@ -147,11 +167,13 @@ class Folder(Files):
         return index if same_sizes and times == index["times"].tolist() else None
 
 
-def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Iterator[bytes]:
+def scan(
+    root: bytes, visited: dict[bytes, int], unreadable: list[str], others: Counter[str]
+) -> Iterator[bytes]:
     """Relative paths of all images below `root`, unordered. As bytes: not all are valid UTF-8.
 
     Adds every folder to `visited`, with its modification time, and whatever could not be followed
-    to `unreadable`.
+    to `unreadable`. Counts other files in `others`.
     """
     seen: set[tuple[int, int]] = set()
     folders, links = [b""], list[bytes]()
@@ -177,6 +199,9 @@ def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Itera
                             (links if entry.is_symlink() else folders).append(path + b"/")
                         elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
                             yield path
+                        elif entry.is_file():
+                            kind = _extension(entry.name)
+                            others[kind if kind in others or len(others) < KINDS else ""] += 1
                     except OSError:  # a link to itself, or into a closed folder
                         unreadable.append(printable(path))
         except OSError:
@@ -185,23 +210,20 @@ def scan(root: bytes, visited: dict[bytes, int], unreadable: list[str]) -> Itera
 
 def holds_images(root: Path | str | bytes) -> bool:
     """Whether there is an image at any depth; stops at the first."""
-    return next(scan(os.fsencode(root) + b"/", {}, []), None) is not None
+    return next(scan(os.fsencode(root) + b"/", {}, [], Counter()), None) is not None
 
 
 def class_folders(root: Path | str) -> list[str]:
     """`Folder(root).classes`, without listing every file."""
     place = os.fsencode(os.path.abspath(root)) + b"/"
-    _, folders, others = next(os.walk(place), (place, [], []))
+    _, folders, _ = next(os.walk(place), (place, [], []))
     folders = sorted(name for name in folders if not name.startswith(b"."))
     if any(os.path.islink(place + name) for name in folders):
         # The target of a link may count elsewhere: only a full scan tells.
-        found = list(_classes(list(scan(place, {}, [])))[0])
+        found = list(_classes(list(scan(place, {}, [], Counter())))[0])
     else:
         found = [name for name in folders if holds_images(place + name)]
-    images = (n for n in others if n.lower().endswith(SUFFIXES) and not n.startswith(b"."))
-    if len(found) < 2 or any(os.path.isfile(place + name) for name in images):
-        return []
-    return [printable(name) for name in found]
+    return [printable(name) for name in found] if len(found) > 1 else []
 
 
 def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
@@ -225,13 +247,41 @@ def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
 
 
 def _classes(paths: Sequence[bytes]) -> tuple[PackedPaths, np.ndarray]:
-    """Sorted first folders of all paths, and each path's index; none if a path has no folder."""
-    if not all(b"/" in path for path in paths):
-        return PackedPaths.pack([]), np.zeros(0, np.int64)
-    names = sorted({path.partition(b"/")[0] for path in paths})
-    index = {name: i for i, name in enumerate(names)}
-    label = (index[path.partition(b"/")[0]] for path in paths)
-    return PackedPaths.pack(names), np.fromiter(label, np.int64, len(paths))
+    """Sorted first folders of all paths, and each path's index; -1 for a path without a folder."""
+    firsts = [path.partition(b"/")[0] if b"/" in path else b"" for path in paths]
+    names = sorted(set(firsts) - {b""})
+    index = {name: i for i, name in enumerate(names)} | {b"": -1}
+    return PackedPaths.pack(names), np.fromiter(map(index.__getitem__, firsts), np.int64)
+
+
+def _extension(name: bytes) -> str:
+    """The extension of a file in lower case; "" if it is none that a person would recognise."""
+    extension = name.rpartition(b".")[2].lower() if b"." in name else b""
+    return extension.decode() if extension.isalnum() and len(extension) <= 8 else ""
+
+
+def _pack_counts(counts: Mapping[str, int]) -> np.ndarray:
+    return np.array([f"{n} {kind}" for kind, n in counts.items()], np.str_)
+
+
+def _unpack_counts(packed: np.ndarray) -> dict[str, int]:
+    pairs = [text.split(" ") for text in packed.tolist()]
+    return {kind: int(n) for n, kind in pairs}
+
+
+def describe_others(others: Mapping[str, int], shown: int = 6) -> str:
+    """Counts of files that are not read, images first, and what would read them."""
+    kinds = sorted(others, key=lambda kind: (kind not in (*HEIC, *FOREIGN), -others[kind], kind))
+    counts = [f"{others[kind]:,} {f'.{kind}' if kind else 'without extension'}" for kind in kinds]
+    rest = sum(others[kind] for kind in kinds[shown:])
+    text = ", ".join([*counts[:shown], *([f"{rest:,} others"] if rest else [])])
+    hints = []
+    if not READS_HEIC and any(kind in HEIC for kind in kinds):
+        hints.append('pip install "stopmim[heic]" reads .heic')
+    if any(kind in FOREIGN for kind in kinds):
+        which = next(kind for kind in kinds if kind in FOREIGN)
+        hints.append(f"convert .{which} to JPEG or PNG to use them")
+    return "; ".join([text, *hints])
 
 
 def has_splits(root: Path | str) -> bool:

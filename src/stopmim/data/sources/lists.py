@@ -1,5 +1,8 @@
-"""Files that a list names, one per line: LIST.txt, or FOLDER@LIST."""
+"""Files that a list names, one per line: LIST.txt, LIST.csv, or FOLDER@LIST."""
 
+import codecs
+import csv
+import io
 import os
 import re
 from collections import Counter
@@ -8,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import SUFFIXES, Files, class_folders, has_splits, open_split
 from stopmim.data.sources.source import Source, Split, no_split, printable
 
@@ -38,12 +42,13 @@ def _open_list(path: str, root: str) -> Files:
     """
     name = printable(path)
     try:
-        lines = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
+        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{name}: this list cannot be read: {error.strerror}") from None
+    lines = [line.strip() for line in data.splitlines() if line.strip()]
     if not lines:
         raise DataError(f"{name}: an empty list; expected one path per line")
-    paths, labels = _split_lines(name, lines)
+    paths, labels = _read_table(name, data) or _split_lines(name, lines)
     is_flat = os.path.exists(os.path.join(root, os.fsdecode(paths[0])))
     if not is_flat and all(map(_IMAGENET.fullmatch, paths)):
         paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
@@ -53,10 +58,13 @@ def _open_list(path: str, root: str) -> Files:
     if not os.path.isdir(root):
         raise DataError(f"{printable(root)}: no such folder; {name} names files in it")
     files = Files(root, paths)
-    if labels and all(map(_INTEGER.fullmatch, labels)):
-        files.labels = {"class": np.array(list(map(int, labels)), np.int64)}
-    elif labels:
-        _number(files, [printable(label) for label in sorted(set(labels))], labels)
+    files.label_hint = f"give each line of {name} a label: PATH,LABEL, or a column called label"
+    if labels is not None:
+        for label, values in labels.items():
+            if all(map(_INTEGER.fullmatch, values)):
+                files.labels[label] = np.array(list(map(int, values)), np.int64)
+            else:  # only of "class": see `_read_table`
+                _number(files, [printable(value) for value in sorted(set(values) - {b""})], values)
     elif all(b"/" in p for p in paths) and (classes := class_folders(root)):
         folders = [p.partition(b"/")[0] for p in paths]
         if unknown := sorted({printable(folder) for folder in folders} - set(classes)):
@@ -66,26 +74,72 @@ def _open_list(path: str, root: str) -> Files:
 
 
 def _number(files: Files, classes: list[str], labels: list[bytes]) -> None:
-    index = {name: i for i, name in enumerate(classes)}
+    index = {name: i for i, name in enumerate(classes)} | {"": -1}  # -1: unknown
     files.classes = classes
-    files.labels = {"class": np.array([index[printable(label)] for label in labels], np.int64)}
+    files.labels["class"] = np.array([index[printable(label)] for label in labels], np.int64)
 
 
-def _split_lines(name: str, lines: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+Parsed = tuple[list[bytes], dict[str, list[bytes]] | None]  # paths; labels, None: not in the list
+
+
+def _read_table(name: str, data: bytes) -> Parsed | None:
+    """Paths and labels of a CSV file with a header; None if the first line is no header.
+
+    The paths are the first column of image files. Labels are the columns of integers, and one of
+    text: called class, label, labels or y, or the only one beside the paths.
+    """
+    text = data.decode("utf-8", "surrogateescape")  # a path may be any bytes
+    first = text.lstrip().partition("\n")[0]
+    separator = next((mark for mark in "\t;," if mark in first), ",")
+    try:
+        rows = csv.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True)
+        header, *body = [[os.fsencode(cell.strip()) for cell in row] for row in rows if any(row)]
+    except csv.Error:
+        return None
+    if any(_is_image(cell) or _INTEGER.fullmatch(cell) for cell in header):
+        return None
+    if not body or not any(map(_is_image, body[0])):
+        return None
+    if odd := next((i for i, row in enumerate(body, 2) if len(row) != len(header)), None):
+        got = f"{len(body[odd - 2])} values in row {odd}, but {len(header)} in the header"
+        raise DataError(f"{name}: {got}; quote a value that contains {separator!r}")
+    names = [label_name(printable(cell).lower()) for cell in header]
+    columns = {key: [row[i] for row in body] for i, key in enumerate(names)}
+    files = next((cell for cell, values in columns.items() if all(map(_is_image, values))), None)
+    if files is None:
+        raise DataError(
+            f"{name}: in none of the columns {', '.join(names)} is every value an image file"
+        )
+    paths = columns.pop(files)
+    if len(columns) == 1:
+        columns = {"class": next(iter(columns.values()))}
+    labels = {k: v for k, v in columns.items() if k == "class" or all(map(_INTEGER.fullmatch, v))}
+    return paths, labels if columns else None
+
+
+def _is_image(cell: bytes) -> bool:
+    return cell.lower().endswith(SUFFIXES)
+
+
+def _split_lines(name: str, lines: list[bytes]) -> Parsed:
     """Paths and labels of the lines; no labels if every line is an image file."""
-    if all(line.lower().endswith(SUFFIXES) for line in lines):
-        return lines, []
+    if all(map(_is_image, lines)):
+        return lines, None
     for separator in (b"\t", b",", b" "):
         if all(separator in line for line in lines):
             pairs = [line.rpartition(separator) for line in lines]
-            return [p.strip() for p, _, _ in pairs], [label.strip() for _, _, label in pairs]
-    odd = next(line for line in lines if not line.lower().endswith(SUFFIXES))
+            labels = [label.strip() for _, _, label in pairs]
+            return [p.strip() for p, _, _ in pairs], {"class": labels}
+    odd = next(line for line in lines if not _is_image(line))
     raise DataError(
         f"{name}: {printable(odd[:100])}: neither an image file nor, as all lines must be then, "
         f"a path and a label with a tab, comma or blank between them"
     )
 
 
-LIST = Source(
-    "list", _open, suffix=".txt", recognise=lambda text: "@" in text and not os.path.exists(text)
-)
+def _recognise(text: str) -> bool:
+    named = text.lower().endswith((".csv", ".tsv")) and os.path.isfile(text)
+    return named or ("@" in text and not os.path.exists(text))
+
+
+LIST = Source("list", _open, suffix=".txt", recognise=_recognise)

@@ -35,6 +35,8 @@ class Parquet(Shards):
     Labels are the integer columns without nulls. Damaged files are ignored, as `unreadable`.
     """
 
+    label_hint = "add a column of integers called label, without nulls"
+
     def __init__(self, files: Sequence[str]) -> None:
         arrow, _ = _pyarrow(files[0])
         self.files, self.unreadable = list[str](), list[str]()

@@ -17,9 +17,9 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import BadImageError, decode
+from stopmim.data.decode import EXTENSIONS, BadImageError, decode
 from stopmim.data.images import file_state
-from stopmim.data.sources.folder import EXTENSIONS, MAX_BYTES
+from stopmim.data.sources.folder import MAX_BYTES
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable
 
@@ -63,6 +63,7 @@ class Tar(Shards):
     """
 
     window = WINDOW
+    label_hint = 'add a .cls or .json ({"label": 3}) member with an integer beside every image'
 
     def __init__(self, shards: Sequence[str]) -> None:
         self.files = [os.path.abspath(shard) for shard in shards]

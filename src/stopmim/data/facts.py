@@ -1,0 +1,100 @@
+"""Facts about images, found by reading each of them once: size, format, digest, thumbnail."""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from stopmim.base.console import Ticker
+from stopmim.data.decode import BadImageError, collect_files, format_of
+from stopmim.data.duplicates import SIDE, join, near_duplicates, thumbnail
+from stopmim.data.images import Images
+from stopmim.data.workers import Watched, batches
+
+CHUNK = 32  # images per answer of a worker
+SEARCHED = 500_000  # images per split whose thumbnails are kept, 576 bytes each
+
+ROW = np.dtype(
+    [
+        ("number", np.int64),  # of the image
+        ("height", np.int32),
+        ("width", np.int32),
+        ("digest", "S16"),  # of the file, or of the pixels if there is no file
+    ]
+)
+
+
+class Facts(NamedTuple):
+    """Facts about the readable images of one split, a row each, and why others are not."""
+
+    rows: np.ndarray  # (n,) ROW
+    kinds: Counter[str]  # "JPEG RGB", ...
+    bad: list[tuple[int, str]]  # image, reason
+    searched: np.ndarray  # (m,) rows that have a thumbnail: all, or every k-th
+    thumbnails: np.ndarray  # (m, S, S) uint8
+
+
+def inspect_images(
+    images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
+) -> Facts:
+    """Facts about these images, read by `workers` processes; None: one per core."""
+    watched = Watched(images, workers, timeout)
+    chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
+    every = max(1, -(-len(numbers) // SEARCHED))
+    rows, bad, kinds = [np.empty(0, ROW)], list[tuple[int, str]](), Counter[str]()
+    small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
+    with Ticker("check", len(numbers)) as ticker:
+        for found in batches(partial(_inspect, watched), chunks, watched):
+            before = sum(kinds.values())
+            rows.append(found.rows)
+            small.append(found.thumbnails[-before % every :: every].copy())
+            kinds.update(found.kinds)
+            bad += found.bad
+            done += CHUNK
+            rate = min(done, len(numbers)) / (time.monotonic() - begin)
+            ticker.update(min(done, len(numbers)), f"{rate:.0f} images/s")
+    thumbnails = np.concatenate(small)
+    return Facts(np.concatenate(rows), kinds, bad, np.arange(len(thumbnails)) * every, thumbnails)
+
+
+def _inspect(watched: Watched, numbers: list[int]) -> Facts:
+    rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
+    for number in numbers:
+        with collect_files() as files:
+            try:
+                pixels = watched.read(number)
+            except BadImageError as error:
+                bad.append((number, str(error)))
+                continue
+        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
+        kinds[format_of(data) if files else "pixels"] += 1
+        rows.append((number, *pixels.shape[:2], hashlib.sha256(data).digest()[:16]))
+        small.append(thumbnail(pixels)[None])
+    thumbnails = np.concatenate(small)
+    return Facts(np.array(rows, ROW), kinds, bad, np.arange(len(thumbnails)), thumbnails)
+
+
+class Copies(NamedTuple):
+    """Groups of images of one split, as a label per row; equal labels also across splits."""
+
+    same: np.ndarray  # (n,) the same file, or the same pixels
+    near: np.ndarray  # (n,) the same, resized, re-encoded or slightly cropped
+
+
+def find_copies(splits: Sequence[Facts]) -> list[Copies]:
+    """Finds copies within and across splits."""
+    lengths = [len(facts.rows) for facts in splits]
+    starts = np.cumsum([0, *lengths])
+    digests = np.concatenate([facts.rows["digest"] for facts in splits])
+    _, same = np.unique(digests, return_inverse=True)
+    searched = np.concatenate([f.searched + at for f, at in zip(splits, starts, strict=False)])
+    thumbnails = np.concatenate([facts.thumbnails for facts in splits])
+    _, first = np.unique(same[searched], return_index=True)  # one of each: a million copies are one
+    pairs = near_duplicates(thumbnails[first])
+    near = join(same, searched[first][pairs])
+    ends = starts[1:-1]
+    return [Copies(*both) for both in zip(np.split(same, ends), np.split(near, ends), strict=True)]
