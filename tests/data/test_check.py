@@ -192,6 +192,54 @@ def test_a_class_that_training_does_not_know_makes_the_test_part_useless(
     assert "class zebra is not among those of training" in said.err
 
 
+def test_leaked_test_images_are_listed_for_evaluation_to_skip(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, fixes = write_parts(tmp_path / "images"), tmp_path / "fixes.jsonl"
+    (root / "val/part1/same.png").write_bytes((root / "train/part0/005.png").read_bytes())
+    pixels = np.asarray(Image.open(root / "train/part1/004.png"))
+    (root / "val/part1/resaved.bmp").write_bytes(encoded(Image.fromarray(pixels), "BMP"))
+    words = ["check", str(root), "--preset", "tiny_cpu", "--data.max_bad", "0.1"]
+    assert main([*words, "--fix-list", str(fixes)]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 17 test images are copies of training images (1 the same, 1" in said
+    assert "part1/resaved.bmp ~ part1/004.png of training" in said
+    assert read_list(fixes, "test") == {"part1/001.png", "part1/same.png", "part1/resaved.bmp"}
+    assert read_list(fixes) == {"part0/003.png"}
+    assert main([*words, "--data.skip", str(fixes)]) == 0
+    assert "leakage   none" in capsys.readouterr().out
+
+
+def test_loose_files_other_files_and_long_images_are_told(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "images")
+    rng = np.random.default_rng(1)
+    for name, shape in {"loose.png": (40, 40), "part0/long.png": (30, 61)}.items():
+        Image.fromarray(rng.integers(0, 256, (*shape, 3), dtype=np.uint8)).save(root / name)
+    Image.fromarray(rng.integers(0, 256, (30, 60, 3), dtype=np.uint8)).save(root / "part1/wide.png")
+    (root / "part2/raw.NEF").touch()
+    report = check(root, "tiny_cpu", {"runtime.workers": 0})
+    assert report.classes == {"class": [15, 14, 13]}
+    assert (report.loose, report.long) == (1, ["part0/long.png (61x30)"])
+    text = " ".join(report.text().split())
+    assert "class: 3 values, 13 to 15 images each, median 14" in text
+    assert "1 image lies beside the class folders: for pretraining only" in text
+    assert "crop 1 image loses more than half" in text
+    assert "not read 1 .nef; convert .nef to JPEG or PNG" in text
+
+
+def test_one_image_is_not_called_images(tmp_path: Path) -> None:
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        picture(80, 90 + len(name)).save(tmp_path / name)
+    (tmp_path / "b/2.png").write_bytes(b"junk")
+    text = check(tmp_path, "tiny_cpu", {"runtime.workers": 0}).text()
+    assert "class: 2 values, 1 image each" in text
+    (tmp_path / "a/1.png").unlink()
+    report = check(tmp_path, "tiny_cpu", {"runtime.workers": 0})
+    assert "1 image scanned" in report.text()
+    assert "1 images" not in f"{text} {report.text()} {report.problem}"
+
+
 # ------------------------------------------------------------------------------ leaving out
 
 

@@ -66,7 +66,7 @@ def test_a_relative_root_survives_a_change_of_directory(
 
 def test_known_extensions_count_in_any_case_and_hidden_files_do_not(tmp_path: Path) -> None:
     wanted = ["a.JPEG", "b.jpg", "c.PnG", "d.webp", "e.BMP", "f.gif", "g.tif", "h.tiff", "i.ppm"]
-    wanted += ["j.pgm", "k.jpe"]
+    wanted += ["j.pgm", "k.jpe", "l.HEIC", "m.heif", "n.avif"]
     for name in (*wanted, "x.txt", "jpg", ".hidden.png", "._b.jpg", ".git/y.png", "png/readme.md"):
         put(tmp_path / name)
     assert names(Folder(tmp_path)) == wanted

@@ -149,6 +149,40 @@ def test_a_line_is_a_path_or_a_path_and_a_label(
     assert images.name(1) == "a/1.png"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "classes"),
+    [
+        ("path,label\nb/2.png,7\na/1.png,8\n", [7, 8], []),
+        ("\ufefffile;Species\r\nb/2.png;zebra\r\na/1.png;ant\r\n", [1, 0], ["ant", "zebra"]),
+        ('label\tfile\nzebra\t"b/2.png"\nant\ta/1.png\n', [1, 0], ["ant", "zebra"]),
+        ('file,caption,label\n"c d/5, 6.png","a, b",x\na/1.png,c,y\n', [0, 1], ["x", "y"]),
+        ("file,y,site\nb/2.png,,3\na/1.png,ant,4\n", [-1, 0], ["ant"]),  # a blank: unknown
+        ("filename\nb/2.png\na/1.png\n", [1, 0], ["a", "b", "c d"]),  # no labels: by folder
+    ],
+)
+def test_a_list_with_a_header_names_its_columns(
+    tmp_path: Path, text: str, expected: list[int], classes: list[str]
+) -> None:
+    put(tmp_path, "a/1.png", "b/2.png", "c d/5, 6.png")
+    (tmp_path / "list.csv").write_text(text, encoding="utf-8", newline="")
+    for source in (f"{tmp_path}/list.csv", f"{tmp_path}@{tmp_path}/list.csv"):
+        images = open_images(source)
+        assert isinstance(images, Files)
+        assert (labels(images), images.classes) == (expected, classes)
+        assert images.name(1) == "a/1.png"
+
+
+def test_columns_of_integers_are_labels_by_their_names(tmp_path: Path) -> None:
+    put(tmp_path, "a/1.png", "b/2.png")
+    table = tmp_path / "list.csv"
+    table.write_text("file,count,site,label\na/1.png,3,x,1\nb/2.png,4,y,0\n")
+    found = open_images(table).labels
+    assert {k: v.tolist() for k, v in found.items()} == {"count": [3, 4], "class": [1, 0]}
+    # Of two columns of text neither is called a label, and folders were not asked for.
+    table.write_text("file,site,name\na/1.png,x,p\nb/2.png,y,q\n")
+    assert open_images(table).labels == {}
+
+
 def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -> None:
     put(tmp_path, "a/1.png", "a/2.png", "a/3.png")
     marks = set()
@@ -167,6 +201,8 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("/etc/x.png\n", "not a path below"),
         ("a/1.png\na/2\n", "a/2: neither an image file nor"),
         ("\n\n", "an empty list"),
+        ("path,label\na/1.png,x,y\n", "3 values in row 2, but 2 in the header; quote"),
+        ("path,label\na/1.png,x\nb/2,y\n", "in none of the columns path, class is every value"),
         ("pipe.png\n", "1 of 1 files are missing, first pipe"),  # it would block forever
         ("n01440764_1.JPEG\n", r"first n01440764/n01440764_1\.JPEG"),
     ],

@@ -27,13 +27,14 @@ CUT = 0.1  # share of a side that a crop may lack, at one end or both together
 SIMILAR = 0.94  # cosine similarity of near-duplicates
 ROUGHLY = 0.85  # the same with coarser crops, below which a pair is not looked at further
 FLAT = 3.0  # grey levels of standard deviation below which a thumbnail shows nothing
+AVERAGE = 3.0  # grey levels of difference from the mean below which images are alike
 PRIOR = 64  # images that the prior of the statistics weighs as much as
 TABLES = 12
 BITS = 64  # signs in a hash: those of the lowest frequencies
 APART = 12  # most signs in which candidates differ
 BUCKET = 32  # most images that a query takes from one table
 NEAREST = 8  # most candidates of an image that are compared
-BLOCK = 512  # images, or pairs, worked on at a time
+BLOCK = 256  # images, or pairs, worked on at a time
 
 
 def thumbnail(pixels: np.ndarray) -> np.ndarray:
@@ -51,15 +52,28 @@ def near_duplicates(thumbnails: np.ndarray) -> np.ndarray:
     shown = np.flatnonzero(thumbnails.std(axis=(1, 2)) >= FLAT)
     found = [np.empty((0, 2), np.int64)]
     if len(shown) > 1:
+        found.append(_average(thumbnails, shown))
         standard = _standard(thumbnails, shown)
         index = _index(thumbnails, shown, standard)
         for block in _blocks(shown):
-            pairs = _candidates(thumbnails, block, standard, index)
-            for some in _blocks(pairs):
+            pairs, similarity = _candidates(thumbnails, block, standard, index)
+            found.append(pairs[similarity >= SIMILAR])
+            for some in _blocks(pairs[similarity < SIMILAR], BLOCK // 8):
                 crops = _describe(thumbnails[some[:, 0]], _FINE, standard)
                 alike = _similarity(crops, thumbnails[some[:, 1]], standard) >= SIMILAR
                 found.append(some[alike])
     return np.unique(np.sort(np.concatenate(found), axis=1), axis=0)
+
+
+def _average(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
+    """Pairs (P, 2) of images that all look like the mean of the data set.
+
+    Of a camera that does not move, nothing but noise is left once the mean is subtracted.
+    """
+    mean = thumbnails.mean(axis=0, dtype=np.float32)
+    apart = [np.square(thumbnails[block] - mean).mean(axis=(1, 2)) for block in _blocks(shown)]
+    like = shown[np.concatenate(apart) < AVERAGE**2]
+    return np.stack([np.broadcast_to(like[:1], like[1:].shape), like[1:]], axis=1)
 
 
 def join(labels: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -187,22 +201,13 @@ def _index(thumbnails: np.ndarray, shown: np.ndarray, standard: Standard) -> Ind
 
 def _candidates(
     thumbnails: np.ndarray, block: np.ndarray, standard: Standard, index: Index
-) -> np.ndarray:
-    """Pairs (P, 2) of an image of `block` and an image that may be a copy or a crop of it."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (P, 2) of an image of `block` and one that may be a copy or a crop of it.
+
+    And their similarities (P,), at least `ROUGHLY`, by a coarse choice of crops.
+    """
     crops = _describe(thumbnails[block], _COARSE, standard).reshape(-1, len(_KEPT))
-    signs, hashes = _signs(crops)  # of all crops of all images of the block, as `query` below
-    keys = (signs @ index.select).astype(np.int32)
-    found = []
-    for table in range(TABLES):
-        begin, end = index.start[table, keys[:, table]], index.start[table, keys[:, table] + 1]
-        counts = np.minimum(end - begin, BUCKET)
-        query = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(query)) - np.repeat(np.cumsum(counts) - counts, counts)
-        other = index.order[table, begin[query] + within]
-        apart = np.bitwise_count(hashes[query] ^ index.hashes[other])
-        near = apart <= APART
-        found.append(np.stack([apart[near], query[near], index.images[other[near]]]))
-    apart, query, other = np.concatenate(found, axis=1)
+    apart, query, other = _meet(*_signs(crops), index)
     image = block[query // len(_COARSE) ** 2]
     # Each pair once, with its most similar crop; then the nearest of each image.
     order = np.lexsort((apart, other, image))
@@ -210,11 +215,30 @@ def _candidates(
     order = order[np.lexsort((apart[order], image[order]))]
     begin = np.searchsorted(image[order], image[order])
     order = order[np.arange(len(order)) - begin < NEAREST]
-    found = [np.empty(0, np.int64)]
+    similarity = [np.empty(0, np.float32)]
     for some in _blocks(order):
         rows = crops.reshape(len(block), -1, len(_KEPT))[query[some] // len(_COARSE) ** 2]
-        found.append(some[_similarity(rows, thumbnails[other[some]], standard) >= ROUGHLY])
-    return np.stack([image, other], axis=1)[np.concatenate(found)]
+        similarity.append(_similarity(rows, thumbnails[other[some]], standard))
+    rough = np.concatenate(similarity)
+    return np.stack([image, other], axis=1)[order[rough >= ROUGHLY]], rough[rough >= ROUGHLY]
+
+
+def _meet(signs: np.ndarray, hashes: np.ndarray, index: Index) -> np.ndarray:
+    """Looks up signs (Q, BITS) and their hashes (Q,) in all tables.
+
+    Returns (3, P): the number of signs in which they differ, the query, and the image it met.
+    """
+    found = []
+    for key, order, start in zip((signs @ index.select).T, index.order, index.start, strict=True):
+        bucket = key.astype(np.int32)
+        begin, counts = start[bucket], np.minimum(start[bucket + 1] - start[bucket], BUCKET)
+        query = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(query)) - np.repeat(np.cumsum(counts) - counts, counts)
+        other = order[begin[query] + within]
+        apart = np.bitwise_count(hashes[query] ^ index.hashes[other])
+        near = apart <= APART
+        found.append(np.stack([apart[near], query[near], index.images[other[near]]]))
+    return np.concatenate(found, axis=1)
 
 
 def _first(*columns: np.ndarray) -> np.ndarray:
@@ -223,5 +247,5 @@ def _first(*columns: np.ndarray) -> np.ndarray:
     return np.logical_or.reduce(changes)
 
 
-def _blocks(items: np.ndarray) -> list[np.ndarray]:
-    return [items[i : i + BLOCK] for i in range(0, len(items), BLOCK)]
+def _blocks(items: np.ndarray, size: int = BLOCK) -> list[np.ndarray]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
