@@ -31,7 +31,7 @@ def disturbed(pixels: np.ndarray, rng: np.random.Generator, keep: float = 0.9) -
     return encoded(image, "JPEG", quality=int(rng.integers(30, 95)))
 
 
-def planted(count: int, size: int, copies: int, keep: float) -> tuple[np.ndarray, set[tuple]]:
+def planted(count: int, size: int, copies: int, keep: float) -> tuple[np.ndarray, set[tuple[int, int]]]:
     """Thumbnails of different scenes and of disturbed copies of the first, and the true pairs."""
     rng, scenes = np.random.default_rng(0), Scenes(count, size, seed=11).pixels
     extra = [thumbnail(decode(disturbed(scenes[i], rng, keep))) for i in range(copies)]
@@ -69,7 +69,8 @@ def test_a_thumbnail_is_the_mean_of_its_cells_whatever_the_shape(shape: tuple[in
     rows = np.linspace(0, 255, shape[0]).round().astype(np.uint8)
     image = np.broadcast_to(rows[:, None, None], (*shape, 3))
     found = thumbnail(image)
-    assert (found.shape, found.dtype) == ((SIDE, SIDE), np.uint8)
+    assert found.shape == (SIDE, SIDE)
+    assert found.dtype == np.uint8
     if shape[0] >= SIDE:
         cells = np.linspace(0, 255, 2 * SIDE + 1)[1::2]
         assert np.abs(found[:, 5] - cells).max() <= 5.5

@@ -7,7 +7,10 @@ import pytest
 
 from stopmim.base.errors import DataError
 from stopmim.cli import main
+from stopmim.data.images import Images
 from stopmim.data.sources.arrays import Arrays
+from stopmim.data.sources.folder import Folder
+from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset, split_by_class, underlying
 from stopmim.evals.inputs import choose_labels, open_encoder
@@ -61,6 +64,28 @@ def test_hidden_labels_are_refused_by_name() -> None:
         choose_labels(hidden, images, ())
 
 
+def test_images_without_labels_are_told_how_their_source_gets_them(tmp_path: Path) -> None:
+    def refusal(train: Images, test: Images) -> str:
+        with pytest.raises(DataError) as error:
+            choose_labels(train, test, ())
+        return str(error.value)
+
+    flat, classes = Folder(write_folder(tmp_path / "a") / "part0"), Folder(tmp_path / "a")
+    (tmp_path / "list.txt").write_text("a/part0/000.png\n")
+    listed, array = open_images(tmp_path / "list.txt"), source([2, 2])
+    array.labels = {}
+    said = refusal(classes, flat)
+    assert said.startswith("eval: the test images have no labels: put them in one folder per class")
+    assert "FOLDER@LIST" in said
+    assert "the training images have no labels" in refusal(flat, classes)
+    assert "the images have no labels" in refusal(flat, Subset(flat, [0]))
+    assert f"each line of {tmp_path}/list.txt a label" in refusal(listed, listed)
+    assert "an integer array called labels" in refusal(array, array)
+    array.labels = {"width": np.arange(4)}
+    said = refusal(classes, array)
+    assert said.endswith("training images have class, test images width")
+
+
 def test_two_parts_are_all_images_once_and_have_their_share_of_every_class() -> None:
     images = source([10, 20, 3, 1])
     fit, test = split_by_class(images, 0.2, seed=0)
@@ -101,6 +126,23 @@ def test_a_folder_without_a_test_part_can_be_evaluated(
     assert line.split()[-4:] == ["4", "train", "k", "5"]  # of ten, two of each class
     assert main([*words, "--hold-out", "1"]) == 2
     assert "--hold-out 1: expected a share" in capsys.readouterr().err
+
+
+def test_loose_images_are_left_out_of_an_evaluation_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat", "dog", "."):
+        write_folder(tmp_path / "data" / name, 5)
+    for part in ("part0", "part1", "part2"):  # of the last, whose images are to lie loose
+        for file in (tmp_path / "data" / part).iterdir():
+            file.rename(tmp_path / "data" / f"{part}{file.name}")
+        (tmp_path / "data" / part).rmdir()
+    words = ["eval", "knn", "random:vit_micro8@24", "--data", str(tmp_path / "data")]
+    assert main([*words, "--hold-out", "0.4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("5 images lie beside the class folders, without a label: left out") == 1
+    (line,) = [line for line in said.out.splitlines() if line.startswith("knn")]
+    assert line.split()[-4:] == ["4", "train", "k", "5"]  # of ten, two of each class
 
 
 def test_a_folder_with_a_test_part_is_not_split_again(

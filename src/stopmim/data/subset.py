@@ -44,7 +44,8 @@ def without_loose(images: Images) -> Images:
     """The images of class folders, without those that lie beside these folders."""
     if not getattr(underlying(images), "loose", 0):
         return images
-    return Subset(images, np.flatnonzero(images.labels["class"] >= 0))
+    inside = images.labels["class"] >= 0
+    return images if inside.all() else Subset(images, np.flatnonzero(inside))
 
 
 def split_by_class(images: Images, share: float, seed: int) -> tuple[Subset, Subset]:

@@ -190,11 +190,7 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     Scenes are tested on as many scenes with the next seed.
     """
     train, test = _open_pair(encoder, request)
-    parts = without_loose(train), without_loose(test)
-    if loose := len(train) + len(test) - sum(map(len, parts)):
-        what = "image lies" if loose == 1 else "images lie"
-        say(f"eval: {loose:,} {what} beside the class folders, without a label: left out")
-    return parts
+    return _labelled(train), _labelled(test)
 
 
 def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
@@ -217,8 +213,17 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
             f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or give the "
             f"training images alone as --data"
         )
-    images = without_loose(without_skipped(open_images(data), request.skip))
+    images = _labelled(without_skipped(open_images(data), request.skip))
     return split_by_class(images, share, request.seed)
+
+
+def _labelled(images: Images) -> Images:
+    """Leaves out images that lie beside class folders, and says so."""
+    rest = without_loose(images)
+    if loose := len(images) - len(rest):
+        what = "image lies" if loose == 1 else "images lie"
+        say(f"eval: {loose:,} {what} beside the class folders, without a label: left out")
+    return rest
 
 
 def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[str]:
