@@ -31,7 +31,9 @@ def disturbed(pixels: np.ndarray, rng: np.random.Generator, keep: float = 0.9) -
     return encoded(image, "JPEG", quality=int(rng.integers(30, 95)))
 
 
-def planted(count: int, size: int, copies: int, keep: float) -> tuple[np.ndarray, set[tuple[int, int]]]:
+def planted(
+    count: int, size: int, copies: int, keep: float
+) -> tuple[np.ndarray, set[tuple[int, int]]]:
     """Thumbnails of different scenes and of disturbed copies of the first, and the true pairs."""
     rng, scenes = np.random.default_rng(0), Scenes(count, size, seed=11).pixels
     extra = [thumbnail(decode(disturbed(scenes[i], rng, keep))) for i in range(copies)]

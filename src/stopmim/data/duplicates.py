@@ -21,7 +21,7 @@ from PIL import Image
 from stopmim.base.random_keys import numpy_generator
 
 SIDE = 24  # of a thumbnail; (SIDE, SIDE) uint8 is all that is kept of an image
-DENSE = 256  # pixels along the shorter side from which a thumbnail is averaged, or up to twice that
+DENSE = 128  # pixels along the shorter side from which a thumbnail is averaged, or up to twice that
 FREQUENCIES = 12  # of cosines along an axis
 CUT = 0.1  # share of a side that a crop may lack, at one end or both together
 SIMILAR = 0.94  # cosine similarity of near-duplicates
