@@ -119,7 +119,7 @@ def test_files_that_are_not_read_are_counted_by_extension(tmp_path: Path) -> Non
     said = describe_others(folder.others)
     assert said.startswith("2 .cr2, 1 without extension, 1 .gz, 1 .txt; convert .cr2 to JPEG")
     (tmp_path / "a/1.png").unlink()
-    with pytest.raises(DataError, match=r"no images in this folder .*, found 2 \.cr2, "):
+    with pytest.raises(DataError, match=r"no images in this folder .*; found 2 \.cr2, "):
         Folder(tmp_path)
 
 

@@ -161,9 +161,10 @@ class Report:
         extra = sum(len(group) - 1 for group in self.copies)
         rows = [("copies", f"{extra:,}: these images are the same" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
-        if extra := sum(len(group) - 1 for group in self.near):
-            rows += [("similar", f"{extra:,}: these look the same, resized, re-encoded or cropped")]
-            rows += [("", " ~ ".join(group[:3])) for group in self.near[:GROUPS]]
+        extra = sum(len(group) - 1 for group in self.near)
+        look = f"{extra:,}: these look the same, resized, re-encoded or cropped"
+        rows += [("similar", look if extra else "none")]
+        rows += [("", " ~ ".join(group[:3])) for group in self.near[:GROUPS]]
         if self.long:
             lose = "loses" if len(self.long) == 1 else "lose"
             rows += [("crop", f"{_number(len(self.long), 'image')} {lose} more than half to the "

@@ -122,7 +122,7 @@ class Folder(Files):
             raise DataError(f"{name}: this folder cannot be read; check its permissions")
         if not paths:
             closed = f" (unreadable folders: {len(self.unreadable)})" if self.unreadable else ""
-            found = f", found {describe_others(others)}" if others else ""
+            found = f"; found {describe_others(others)}" if others else ""
             raise DataError(
                 f"{name}: no images in this folder or below{closed}; "
                 f"looked for files that end in {', '.join(EXTENSIONS)}{found}"
