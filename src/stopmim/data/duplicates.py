@@ -44,12 +44,18 @@ def thumbnail(pixels: np.ndarray) -> np.ndarray:
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX))
 
 
-def near_duplicates(thumbnails: np.ndarray) -> np.ndarray:
+def near_duplicates(thumbnails: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
     """Pairs (P, 2) of near-duplicates among `thumbnails` (N, S, S) uint8, each pair once.
 
-    Images that show nothing, such as a white page, are like no other.
+    `among` limits the search to some of them. Images that show nothing, such as a white page, are
+    like no other.
     """
-    shown = np.flatnonzero(thumbnails.std(axis=(1, 2)) >= FLAT)
+    among = np.arange(len(thumbnails)) if among is None else among
+    shown = [block[thumbnails[block].std(axis=(1, 2)) >= FLAT] for block in _blocks(among)]
+    return _search(thumbnails, np.concatenate([np.empty(0, np.int64), *shown]))
+
+
+def _search(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
     found = [np.empty((0, 2), np.int64)]
     if len(shown) > 1:
         found.append(_average(thumbnails, shown))
@@ -70,7 +76,7 @@ def _average(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
 
     Of a camera that does not move, nothing but noise is left once the mean is subtracted.
     """
-    mean = thumbnails.mean(axis=0, dtype=np.float32)
+    mean = thumbnails.mean(axis=0)
     apart = [np.square(thumbnails[block] - mean).mean(axis=(1, 2)) for block in _blocks(shown)]
     like = shown[np.concatenate(apart) < AVERAGE**2]
     return np.stack([np.broadcast_to(like[:1], like[1:].shape), like[1:]], axis=1)

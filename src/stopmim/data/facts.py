@@ -94,7 +94,6 @@ def find_copies(splits: Sequence[Facts]) -> list[Copies]:
     searched = np.concatenate([f.searched + at for f, at in zip(splits, starts, strict=False)])
     thumbnails = np.concatenate([facts.thumbnails for facts in splits])
     _, first = np.unique(same[searched], return_index=True)  # one of each: a million copies are one
-    pairs = near_duplicates(thumbnails[first])
-    near = join(same, searched[first][pairs])
+    near = join(same, searched[near_duplicates(thumbnails, first)])
     ends = starts[1:-1]
     return [Copies(*both) for both in zip(np.split(same, ends), np.split(near, ends), strict=True)]
