@@ -1,11 +1,15 @@
 """Main memory: how much is left, and which errors mean that there was none."""
 
 import errno
+import re
 from pathlib import Path
 from typing import NamedTuple
 
-# What torch says on a GPU and on a CPU, C++, and libraries that quote the system.
-_TEXTS = ("out of memory", "t allocate memory", "not enough memory", "bad_alloc", "annot allocate")
+# Of a GPU, of torch's allocator on a CPU, of C++, of the system, and of a thread without a stack.
+_TEXTS = (
+    *("out of memory", "can't allocate", "not enough memory", "bad_alloc", "Cannot allocate"),
+    "can't start new thread",
+)
 _GROUP = Path("/sys/fs/cgroup")  # limits of a container
 
 
@@ -21,6 +25,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(text in str(error) for text in _TEXTS)
     return isinstance(error, MemoryError)
+
+
+def shortage(error: BaseException) -> str:
+    """What did not fit, in a few words."""
+    text = " ".join((str(error).splitlines() or [""])[0].split())
+    if found := re.search(r"tried to allocate (\d+) bytes", text):
+        return f"no room for {int(found[1]) / 2**20:,.0f} MiB more in main memory"
+    if found := re.match(r"Unable to allocate ([\d.]+ \w+)", text):  # numpy
+        return f"no room for {found[1]} more in main memory"
+    return text or "no room in main memory"
 
 
 def main_memory() -> Memory | None:

@@ -111,13 +111,18 @@ def _answer(pipe: int) -> NoReturn:
     while select.select([pipe], [], [], 0)[0]:
         os.read(pipe, 1)
     if not select.select([pipe], [], [], PATIENCE - TWICE)[0]:
-        if not _collected and (_loop is None or _loop.nothing_to_save):
+        if not _will_save():
             _end(first)
         if _loop is not None:  # else it is over, and the process about to end
             _print(WAIT)
     while os.read(pipe, 1)[0] not in _ENDING:
         pass
     _end(first)
+
+
+def _will_save() -> bool:
+    """Whether a loop acts on the signal, or will when the main thread hears of it."""
+    return _collected or (_loop is not None and not _loop.nothing_to_save)
 
 
 def _print(text: str) -> None:
@@ -132,5 +137,5 @@ def _print(text: str) -> None:
 def _end(number: int) -> NoReturn:
     """Ends the process in the middle of whatever it does."""
     if not _said:
-        _print(UNSAVED if _collected else STOPPED)
+        _print(UNSAVED if _will_save() else STOPPED)
     os._exit(128 + number)

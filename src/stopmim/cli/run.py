@@ -19,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 from stopmim._version import __version__
 from stopmim.base.console import is_first_rank
 from stopmim.base.errors import InterruptedRunError, ResourceError, UserError
-from stopmim.base.memory import is_out_of_memory
+from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.signals import is_interrupted, stopped
 from stopmim.cli.benchmarks import Bench
 from stopmim.cli.evaluate import Eval
@@ -30,7 +30,7 @@ from stopmim.cli.training import Ablate, Check, Demo, Pretrain
 from stopmim.cli.weights import Export, Features, Inspect
 from stopmim.cli.wrong_input import one_line, printable
 
-LESS_MEMORY = "close other programs, or take smaller images or a smaller network"
+LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
 # The order is that of --help; a command is called like its class, in lower case.
@@ -79,10 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unexpected(error: Exception) -> int:
     """Reports an error that no part of the package has a message for; returns the exit code."""
-    text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
     if is_out_of_memory(error):
+        text = printable(shortage(error))
         print(f"stopmim: error: out of memory: {text}; {LESS_MEMORY}", file=sys.stderr)
         return ResourceError.exit_code
+    text = printable(f"{type(error).__name__}: {error}")
     print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
     return 1
 

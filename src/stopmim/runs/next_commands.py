@@ -13,10 +13,12 @@ HOLD_OUT = "0.2"  # share of the images to test on, where they have no test spli
 def next_commands(run: Run) -> str:
     """What to type next: is the run healthy, what does it know, and a page about both."""
     path = shlex.quote(str(run.path))
+    measured = run.config.runtime.health_every != 0
+    images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"
     evaluation = evaluation_command(run)
     other = f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
     lines = [
-        f"stopmim doctor {path}",
+        f"stopmim doctor {path}{images}",
         evaluation or f"{other}  # one folder per class",
         f"stopmim report {path}",
     ]

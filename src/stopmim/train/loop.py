@@ -24,7 +24,7 @@ from stopmim.base.errors import (
     UserError,
 )
 from stopmim.base.faults import faultpoint
-from stopmim.base.memory import is_out_of_memory
+from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
@@ -77,11 +77,11 @@ def pretrain(
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
             try:
-                with busy(f"reading {data}"):
-                    images = open_images(data)
+                images = _read(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
-                announce(path, images, config, preset, world.size)
+                if world.first:
+                    announce(path, images, config, preset, world)
                 train(images, source, path, config, stop_at, world)
             except UserError:  # one line for the user, nothing to debug
                 raise
@@ -90,7 +90,8 @@ def pretrain(
                 raise InterruptedRunError(signal.SIGINT, what) from None
             except Exception as error:
                 if is_out_of_memory(error):
-                    raise _out_of_memory(config, world.size, error) from None
+                    built = (path / "run.json").exists()
+                    raise _out_of_memory(config, world.size, error, built) from None
                 if not is_broken(error):
                     with contextlib.suppress(OSError):
                         crash = path / f"crash-rank{world.rank}.txt"
@@ -183,6 +184,15 @@ def train(
 
 
 # ------------------------------------------------------------------------------ setting up
+
+
+def _read(data: str | Path | Images) -> Images:
+    try:
+        with busy(f"reading {data}"):
+            return open_images(data)
+    except MemoryError as error:
+        what = f"{data}: out of memory while it is read: {shortage(error)}"
+        raise ResourceError(f"{what}; use fewer images, or single files in a folder") from None
 
 
 class _Training:
@@ -280,14 +290,16 @@ def _not_finite(path: Path, step: int) -> NonFiniteError:
     )
 
 
-def _out_of_memory(config: Config, ranks: int, error: Exception) -> ResourceError:
+def _out_of_memory(config: Config, ranks: int, error: Exception, built: bool) -> ResourceError:
+    """Names what to try next; `built`: the model itself has found room."""
     size = config.optim.batch_size
     parts = ranks * len(shares(size, config.runtime.accumulate, world=ranks))
     more = [n for n in range(2 * parts, size + 1) if size % n == 0 and n % ranks == 0]
-    return ResourceError(
-        f"out of memory with {size // parts} images at a time: {str(error).splitlines()[0]}; try "
-        f"{f'--runtime.accumulate {more[0]}' if more else '--runtime.recompute on'}"
-    )
+    remedies = [f"--runtime.accumulate {n}" for n in more[:1]]
+    remedies += ["--runtime.recompute on"] if config.runtime.recompute == "off" else []
+    remedy = [*remedies, "a smaller --arch"][0 if built else -1]
+    where = f"with {size // parts} images at a time" if built else f"building {config.arch}"
+    return ResourceError(f"out of memory {where}: {shortage(error)}; try {remedy}")
 
 
 class _Clock:

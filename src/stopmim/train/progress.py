@@ -16,6 +16,7 @@ from stopmim.config.schema import Config
 from stopmim.data.images import Images
 from stopmim.data.loading import steps_per_epoch
 from stopmim.gpu.devices import choose_device
+from stopmim.train.distributed import World
 
 REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
 SURE = 5.0  # seconds of updates from which the end is foretold
@@ -24,17 +25,17 @@ FULL = 0.95  # share of main memory in use from which a warning is due
 
 
 def announce(
-    path: Path, images: Images, config: Config, preset: str | Path | Config, processes: int
+    path: Path, images: Images, config: Config, preset: str | Path | Config, world: World
 ) -> None:
     """Says what is to be done: images, network, preset, updates, device; nothing if it is done."""
+    device = choose_device(config.runtime.device, world.local_rank)
     updates = config.optim.epochs * steps_per_epoch(images, config)
-    device = choose_device(config.runtime.device)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = "" if isinstance(preset, Config) else f" ({Path(preset).name})"
     if not (path / "checkpoints" / f"step-{updates:08d}").exists():
         say(
             f"{len(images):,} images, {printed(config.arch)} at {config.image_size} px{named}, "
-            f"{updates:,} updates on {f'{processes} x ' if processes > 1 else ''}{chip}"
+            f"{updates:,} updates on {f'{world.size} x ' if world.size > 1 else ''}{chip}"
         )
 
 
