@@ -69,11 +69,11 @@ def test_a_log_file_has_whole_lines_of_80_columns_now_and_then(
     with Ticker("pretrain", 10_000) as ticker:
         for step in range(1, 10_001):
             now[0] += 0.5
-            numbers = (f"epoch {step // 100}/100", "812 img/s", "loss 0.4321")
+            numbers = (f"epoch {step // 100}/100", "12346 img/s", "loss 0.4321")
             ticker.update(step, *numbers, extra=["lr 1.0e-03", "target std 0.321"])
     lines = file.getvalue().splitlines()
     assert 80 < len(lines) < 120  # of 5,000 seconds
-    assert lines[0] == "pretrain 21/10000  0 %  1:23:10 left  epoch 0/100  812 img/s  loss 0.4321"
+    assert lines[0] == "pretrain 21/10000  0 %  1:23:10 left  epoch 0/100  12346 img/s  loss 0.4321"
     assert lines[-1].startswith("pretrain 10000/10000  100 %  0:00 left  epoch 100/100")
     assert max(map(len, lines)) <= 80
 
@@ -96,6 +96,7 @@ def test_the_time_left_is_told_without_the_first_item_which_may_be_compiled(
 def test_there_is_a_sign_of_life_only_where_something_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(console, "QUIET", 60.0)
     with busy("reading"), Ticker("check", 3):
         pass
     assert capsys.readouterr().err == ""

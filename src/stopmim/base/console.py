@@ -27,7 +27,7 @@ class Ticker:
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         self.what, self.total, self.done = what, total, done
         self.numbers: Sequence[str] = ()
-        self.extra: Sequence[str] = ()  # left out where the line is too long
+        self.extra: Sequence[str] = ()  # for a wide terminal
         # The first item may include a compilation: the time left is told from the others.
         self.start = self.now = self.last_line = time.monotonic()
         self.marks = [(done, self.start)]
@@ -99,7 +99,8 @@ class Ticker:
 
     def _say(self) -> None:
         self.last_line = time.monotonic()
-        say(fit(f"{self.what} {GAP.join(self._needed())}", self.extra, COLUMNS))
+        line = GAP.join(self._needed())
+        say(f"{self.what} {line}" if len(self.what) + len(line) < COLUMNS else line)
 
 
 def wrapped(pieces: Sequence[str], width: int) -> list[str]:
