@@ -25,13 +25,13 @@ FULL = 0.95  # share of main memory in use from which a warning is due
 
 
 def announce(
-    path: Path, images: Images, config: Config, preset: str | Path | Config, world: World
+    path: Path, images: Images, config: Config, preset: str | Path | Config | None, world: World
 ) -> None:
     """Says what is to be done: images, network, preset, updates, device; nothing if it is done."""
     device = choose_device(config.runtime.device, world.local_rank)
     updates = config.optim.epochs * steps_per_epoch(images, config)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    named = "" if isinstance(preset, Config) else f" ({Path(preset).name})"
+    named = f" ({Path(preset).name})" if isinstance(preset, str | Path) else ""
     if not (path / "checkpoints" / f"step-{updates:08d}").exists():
         say(
             f"{len(images):,} images, {printed(config.arch)} at {config.image_size} px{named}, "
