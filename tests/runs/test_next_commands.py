@@ -27,7 +27,6 @@ def commands(data: str, run: str = "runs/my first") -> list[str]:
         ("photos", "--data photos --hold-out 0.2"),  # one folder per class
         ("parts", "--data parts"),  # train and val
         ("parts/train", "--data parts"),
-        ("photos/part0", "--data FOLDER --hold-out 0.2  # one folder per class"),  # no labels
         ("scenes:16:24", "--data scenes:16:24"),
     ],
 )
@@ -43,6 +42,20 @@ def test_a_run_is_evaluated_on_its_own_images_if_they_have_labels(
         f"stopmim doctor {run}",
         f"stopmim eval suite {run} {options}",
         f"stopmim report {run}",
+    ]
+
+
+def test_without_labels_there_are_pictures_and_what_an_evaluation_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("photos"))
+    run = "'runs/my first'"
+    assert commands("photos/part0") == [
+        f"stopmim doctor {run}",
+        f"stopmim report {run}",
+        f"stopmim analyse neighbours {run}",
+        f"stopmim eval suite {run} --data FOLDER --hold-out 0.2  # with labels",
     ]
 
 

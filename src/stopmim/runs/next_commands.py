@@ -16,12 +16,12 @@ def next_commands(run: Run) -> str:
     measured = run.config.runtime.health_every != 0
     images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"
     evaluation = evaluation_command(run)
-    other = f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
-    lines = [
-        f"stopmim doctor {path}{images}",
-        evaluation or f"{other}  # one folder per class",
-        f"stopmim report {path}",
-    ]
+    lines = [f"stopmim doctor {path}{images}", f"stopmim report {path}"]
+    if evaluation:
+        lines.insert(1, evaluation)  # the report shows its results
+    else:
+        other = f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
+        lines += [f"stopmim analyse neighbours {path}", f"{other}  # with labels"]
     return "\n".join(["next:", *(f"  {line}" for line in lines)])
 
 
