@@ -12,6 +12,8 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 import pytest
 import torch
 
+from stopmim.base import console
+
 torch.set_num_threads(1)
 
 
@@ -23,6 +25,12 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_kept_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["STOPMIM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_slow_machine_says_no_more() -> None:
+    """Signs of life come after two seconds, which a busy machine may take for anything."""
+    console.QUIET = 3600.0
 
 
 @pytest.fixture(scope="session")

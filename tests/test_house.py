@@ -14,8 +14,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # fails. Lazy imports and those for type checking count.
 ORDER = """
 _version
-base base.console base.errors base.faults base.random_keys base.schedules base.signals base.tables
-base.files base.sandbox
+base base.console base.errors base.faults base.memory base.random_keys base.schedules base.signals
+base.tables base.files base.sandbox
 config.architectures config.yaml_text config.schema config config.presets
 gpu gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
@@ -25,14 +25,14 @@ data.resident data.subset data.transform data.workers data.sources.source data.l
 data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts data.sources.lists
 data.sources.scenes data.sources.shards data.videos data.sources.parquet data.sources.tar
 data.sources.open data data.duplicates data.facts data.check
-runs runs.checkpoint runs.run
+runs runs.checkpoint runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
 weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
-train.draws train.loop
+train.draws train.progress train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
 evals.views evals.features evals.adapter evals.recipes evals.feature_files evals.heads evals.request
 evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol

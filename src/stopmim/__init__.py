@@ -5,7 +5,6 @@ Names are imported when they are first used, so that ``stopmim --help`` does not
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -77,11 +76,14 @@ __all__ = [
 ]
 
 
-class _Aliases(MetaPathFinder, Loader):
-    """Imports a public alias as the very module it stands for: ``import stopmim.masking``."""
+class _Aliases:
+    """Imports a public alias as the very module it stands for: ``import stopmim.masking``.
+
+    A finder and loader without the base classes of importlib.abc, which take long to import.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in _ALIASES else None
+        return ModuleSpec(name, self) if name in _ALIASES else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(_ALIASES[spec.name])

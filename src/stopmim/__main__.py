@@ -3,15 +3,24 @@
 import os
 import sys
 
-from stopmim.cli import main
+from stopmim.base import signals
 
 
 def run() -> None:
     """The command that was typed, as a process: its exit code is that of `main`."""
-    code = main()
-    if "RANK" in os.environ:
-        # One of several that trained together. Threads of torch outlive their group; one that asks
-        # for Python's lock while Python ends aborts the process, and torchrun trains once more.
+    signals.answer()  # before the imports, which take seconds on a cold disk
+    try:
+        from stopmim.cli import main
+
+        code = main()
+    except BaseException:
+        if not signals.is_interrupted():
+            raise
+        code = signals.stopped()
+    if "RANK" in os.environ or code == signals.STOPPED_CODE:
+        # A rank: threads of torch outlive their group; one that asks for Python's lock while Python
+        # ends aborts the process, and torchrun trains once more. After Ctrl-C: modules may be half
+        # imported, and nobody wants to wait for their end.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.progress import TextColumn
 
 import stopmim
 from stopmim.base.console import Ticker, say
@@ -36,7 +36,6 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("", 2, "error: a command is missing; there are demo, pretrain"),
         ("pretain x", 2, 'error: no command "pretain"; did you mean "pretrain"?; there are demo'),
         ("eval runs/x", 2, 'error: eval: no command "runs/x"; there are knn, linear'),
         ("eval --data x", 2, 'error: eval: no command "--data"; there are knn, linear'),
@@ -193,9 +192,7 @@ def test_a_path_with_the_name_of_an_emoji_is_printed_as_it_is(
     assert capsys.readouterr().err == f"{path}\n"
     ticker = Ticker(path, 1)
     ticker.update(1, path)
-    live = [column for column in ticker.bar.columns if isinstance(column, TextColumn)]
-    shown = [column.render(ticker.bar.tasks[0]).plain for column in live]
-    assert shown == [path, "left", path]
+    assert ticker.rendered().plain.count(path) == 2
 
 
 def test_pretrain_trains_and_says_where_the_checkpoint_is(
@@ -215,13 +212,15 @@ def test_pretrain_trains_and_says_where_the_checkpoint_is(
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert out.strip().endswith("checkpoints/step-00000010")
-    assert "loss" in err
-    assert "img/s" in err
-    assert "target std" in err
+    assert err.startswith("41 images, ViT-Micro/4 at 24 px (tiny_cpu), 10 updates on CPU\n")
+    assert re.search(r"pretrain 10/10  100 %  0:00 left  epoch 2/2  \d+ img/s  loss \d", err)
     assert "bad_files.jsonl: 1 of 41 images were unreadable, and replaced" in err
     assert (tmp_path / "run" / "bad_files.jsonl").read_text().count("\n") == 1
     assert main(command) == 0
-    assert "finished, all 10 updates are done" in capsys.readouterr().err
+    again = capsys.readouterr().err
+    assert again.startswith(f"{tmp_path / 'run'}: finished, all 10 updates are done\nnext:\n")
+    assert err.endswith(again[again.index("next:") :])
+    assert "resumes" not in again
 
 
 @pytest.mark.parametrize(
@@ -242,11 +241,19 @@ def test_a_real_signal_saves_and_ends_with_its_code(
         os.killpg(process.pid, number)  # as a terminal does: to the workers too
         _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    lines = [line for line in err.decode().splitlines() if line.startswith("stopmim: error")]
-    assert len(lines) == 1
-    assert "stopped and saved at step" in lines[0]
+    said = r"stopped and saved at step \d+; the same command continues"
+    assert re.fullmatch(rf"{re.escape(str(run))}: {said}", err.decode().splitlines()[-1])
+    assert "error" not in err.decode()
     assert "Traceback" not in err.decode()
     assert len(list((run / "checkpoints").glob("step-*"))) >= 1
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert shown == capsys.readouterr()
+    assert "pretrain" in shown.out
 
 
 def test_help_and_version_do_not_load_torch() -> None:
@@ -375,6 +382,41 @@ def test_running_out_of_memory_names_a_way_out_that_works(
     err = capsys.readouterr().err.splitlines()[-1]
     assert f"out of memory with {at_a_time} images at a time" in err
     assert err.endswith(way_out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("pretrain scenes:2048:24 --out {run} {tiny} --optim.batch_size 2048", "accumulate 2"),
+        pytest.param(
+            "pretrain scenes:16:24 --out {run} --preset vit_h14_stop --optim.batch_size 16",
+            "try a smaller --arch",
+            marks=pytest.mark.slow,
+        ),
+        ("pretrain scenes:999999:99 --out {run} --preset tiny_cpu", "use fewer images"),
+        ("eval knn random:vit_micro8@24 --data scenes:999999:99", "or use fewer images"),
+    ],
+)
+def test_main_memory_that_runs_out_is_one_line_with_a_way_out(
+    words: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a child with little more address space than it already has: real allocations fail."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 200 * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            code = main(words.format(run=tmp_path / "run", tiny=" ".join(TINY)).split())
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert os.WEXITSTATUS(status) == 7, line
+    assert re.search(r"out of memory.*: no room for [\d.,]+ \wiB more in main memory; ", line)
+    assert said in line
+    assert len(list(tmp_path.rglob("crash*"))) == 0
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(

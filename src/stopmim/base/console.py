@@ -1,53 +1,138 @@
 """Messages and progress on stderr: one live line in a terminal, plain lines elsewhere."""
 
+import contextlib
+import math
 import os
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Self
 
-from rich import progress
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 console = Console(stderr=True, highlight=False, emoji=False)
 
-QUIET_SECONDS = 10.0  # between two plain lines, to keep log files short
+COLUMNS = 80  # of a plain line
+GAP = "  "  # between two pieces of a line
+BAR = 24  # columns of the widest bar
+QUIET = 2.0  # seconds before a sign of life
+BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to keep logs short
 
 
 class Ticker:
-    """Progress through `total` items with an ETA, and a few numbers beside it."""
+    """Progress through `total` items: count, percent, time left, and a few numbers."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
-        self.what, self.total, self.first = what, total, done
-        self.begin = self.last_line = time.monotonic()
-        self.live = console.is_terminal
-        self.bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=24),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[numbers]}", markup=False),
-            console=console,
-            transient=True,
-            disable=not self.live,
-        )
-        self.task = self.bar.add_task(what, total=total, completed=done, numbers="")
+        self.what, self.total, self.done = what, total, done
+        self.numbers: Sequence[str] = ()
+        self.extra: Sequence[str] = ()  # for a wide terminal
+        # The first item may include a compilation: the time left is told from the others.
+        self.start = self.now = self.last_line = time.monotonic()
+        self.marks = [(done, self.start)]
+        self.live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self.live = Live(get_renderable=self.rendered, console=console, transient=True)
+        self.early = threading.Timer(QUIET, self._say)
+        self.early.daemon = True
 
     def __enter__(self) -> Self:
-        self.bar.start()
+        if self.live:
+            self.live.start()
+        else:
+            self.early.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.early.cancel()
+        if self.live:
+            self.live.stop()
 
-    def update(self, done: int, numbers: str = "") -> None:
-        self.bar.update(self.task, completed=done, numbers=numbers)
-        now = time.monotonic()
-        is_due = now - self.last_line > QUIET_SECONDS or done == self.total
-        if not self.live and numbers and is_due:
-            self.last_line = now
-            left = (now - self.begin) * (self.total - done) / max(1, done - self.first)
-            say(f"{self.what} {done}/{self.total}  {numbers}  {duration(left)} left")
+    def update(self, done: int, *numbers: str, extra: Sequence[str] = ()) -> None:
+        """Moves on to `done` items; `numbers` are shown whole, `extra` where there is room."""
+        self.done, self.now = done, time.monotonic()
+        if len(self.marks) == 1:
+            self.marks.append((done, self.now))
+            self.early.cancel()
+        if numbers:
+            self.numbers, self.extra = numbers, extra
+        least, most = BETWEEN
+        wait = min(most, max(least, (self.now - self.start) / 10))
+        is_due = self.now - self.last_line > wait or (done == self.total and numbers)
+        if not self.live and self.numbers and is_due:
+            self._say()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Expected time to the end; None before the first item is done."""
+        begun = [mark for mark in self.marks if mark[0] < self.done]
+        if not begun:
+            return None
+        done, at = begun[-1]
+        per_item = (self.now - at) / (self.done - done)
+        return max(0.0, per_item * (self.total - self.done) - (time.monotonic() - self.now))
+
+    def rendered(self) -> Text:
+        """The live line: over two if the terminal is narrow."""
+        width = console.width - len("^C")  # which a terminal writes behind the line
+        lines = wrapped(self._needed(), width)
+        if len(lines) > 1:
+            return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        text = Text(f"{self.what} " if len(self.what) + 1 + len(lines[0]) <= width else "")
+        line = fit(lines[0], self.extra, width - len(text))
+        room = min(BAR, width - len(text) - len(line) - 1)
+        if text and room >= BAR // 3:
+            full = room * self.done // max(1, self.total)
+            marks = "#-" if console.options.ascii_only else "\u2501\u2501"
+            text.append(marks[0] * full, "bar.complete").append(
+                marks[1] * (room - full) + " ", "bar.back"
+            )
+        return text.append(line)
+
+    def _needed(self) -> list[str]:
+        seconds = self.seconds_left
+        begun = f"first one: {duration(time.monotonic() - self.start)} so far"
+        left = begun if seconds is None else f"{duration(seconds)} left"
+        percent = math.floor(100 * self.done / max(1, self.total))
+        return [f"{self.done}/{self.total}", f"{percent} %", left, *self.numbers]
+
+    def _say(self) -> None:
+        self.last_line = time.monotonic()
+        line = GAP.join(self._needed())
+        say(f"{self.what} {line}" if len(self.what) + len(line) < COLUMNS else line)
+
+
+def wrapped(pieces: Sequence[str], width: int) -> list[str]:
+    """Lines of whole pieces, each line at most `width` long unless a piece is longer."""
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        longer = f"{lines[-1]}{GAP}{piece}"
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(piece)
+    return lines
+
+
+def fit(line: str, extra: Sequence[str], width: int) -> str:
+    """`line` and as many pieces of `extra` as there is room for."""
+    for piece in extra:
+        if len(line) + len(GAP) + len(piece) <= width:
+            line = f"{line}{GAP}{piece}"
+    return line
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Says `what` is going on if it takes longer than a moment."""
+    timer = threading.Timer(QUIET, say, [f"{what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_first_rank() -> bool:

@@ -67,5 +67,5 @@ class InterruptedRunError(UserError):
     """A signal ended the run after a clean save; the same command resumes it."""
 
     def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(f"{message}; run the same command to resume")
+        super().__init__(f"{message}; the same command continues")
         self.exit_code = 128 + signal_number

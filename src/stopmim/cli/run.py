@@ -18,7 +18,9 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from stopmim._version import __version__
 from stopmim.base.console import is_first_rank
-from stopmim.base.errors import UserError
+from stopmim.base.errors import InterruptedRunError, ResourceError, UserError
+from stopmim.base.memory import is_out_of_memory, shortage
+from stopmim.base.signals import is_interrupted, stopped
 from stopmim.cli.benchmarks import Bench
 from stopmim.cli.evaluate import Eval
 from stopmim.cli.insight import Analyse, Doctor, Report
@@ -28,6 +30,7 @@ from stopmim.cli.training import Ablate, Check, Demo, Pretrain
 from stopmim.cli.weights import Export, Features, Inspect
 from stopmim.cli.wrong_input import one_line, printable
 
+LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
 # The order is that of --help; a command is called like its class, in lower case.
@@ -44,11 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words  # tracebacks instead of one line
     try:
-        command = parse([word for word in words if word != "--debug"])
+        command = parse([word for word in words if word != "--debug"] or ["--help"])
         return (command() or 0) if command is not None else 0
+    except InterruptedRunError as stop:
+        return stopped(printable(str(stop)), stop.exit_code)
     except UserError as error:
         if debug:
             raise
+        if is_interrupted():  # as of a process that Ctrl-C ended too
+            return stopped()
         for line in str(error).splitlines():
             print(f"stopmim: error: {printable(line)}", file=sys.stderr)
         code = error.exit_code
@@ -58,16 +65,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(GRACE)
         return code
     except KeyboardInterrupt:
-        return 130
+        return stopped()
     except BrokenPipeError:  # `stopmim ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if debug:
             raise
-        text = printable(f"{type(error).__name__}: {error}")
-        print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
-        return 1
+        if is_interrupted():
+            return stopped()
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    """Reports an error that no part of the package has a message for; returns the exit code."""
+    if is_out_of_memory(error):
+        text = printable(shortage(error))
+        print(f"stopmim: error: out of memory: {text}; {LESS_MEMORY}", file=sys.stderr)
+        return ResourceError.exit_code
+    text = printable(f"{type(error).__name__}: {error}")
+    print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
+    return 1
 
 
 def parse(words: list[str]) -> Callable[[], int | None] | None:

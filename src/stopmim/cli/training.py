@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from stopmim.base.console import is_first_rank
+from stopmim.base.console import busy, is_first_rank, say
 from stopmim.base.errors import DataError, RowsFailedError, UserError
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, option
 
@@ -83,10 +83,13 @@ class Pretrain:
             text = script(self.data, self.out, self.preset, self.changes, self.slurm, self.sbatch)
             print(text if self.dry_run else f"job {submit(text, self.out)}, log in {self.out}")
             return
-        from stopmim.train.loop import pretrain
+        with busy("loading torch"):
+            from stopmim.runs.next_commands import next_commands
+            from stopmim.train.loop import pretrain
 
         run = pretrain(self.data, self.out, self.preset, **self.changes)
         if is_first_rank():
+            say(next_commands(run))
             print(run.checkpoint)
 
 

@@ -170,6 +170,8 @@ class _Worker:
                 f"/dev/shm has no room for the batches of {watched.workers} workers; try {fewer}, "
                 f"or make it larger (docker run --shm-size=8g)"
             )
+        if failure and failure.reason.startswith("MemoryError"):
+            return ResourceError(f"out of memory in a worker process{reading}; try {fewer}")
         if failure:
             return ResourceError(
                 f"a worker process failed{reading}: {failure.reason}; --runtime.workers 0 --debug "

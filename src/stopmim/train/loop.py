@@ -6,6 +6,7 @@ run that was killed and resumed equals one that was not.
 
 import contextlib
 import math
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from stopmim._version import __version__
-from stopmim.base.console import Ticker, say, warn
+from stopmim.base.console import Ticker, busy, say, warn
 from stopmim.base.errors import (
     CheckpointError,
     InterruptedRunError,
@@ -23,6 +24,7 @@ from stopmim.base.errors import (
     UserError,
 )
 from stopmim.base.faults import faultpoint
+from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
@@ -43,6 +45,7 @@ from stopmim.train.distributed import World, agree, is_broken, joined, paralleli
 from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
+from stopmim.train.progress import Progress, announce
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Step, build_step
 from stopmim.weights.load import apply_init
@@ -74,15 +77,21 @@ def pretrain(
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
             try:
-                images = open_images(data)
+                images = _read(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
+                if world.first:
+                    announce(path, images, config, preset, world)
                 train(images, source, path, config, stop_at, world)
             except UserError:  # one line for the user, nothing to debug
                 raise
-            except torch.OutOfMemoryError as error:
-                raise _out_of_memory(config, world.size, error) from None
+            except KeyboardInterrupt:  # before the first update: later ones are collected
+                what = f"{path}: stopped before an update was made"
+                raise InterruptedRunError(signal.SIGINT, what) from None
             except Exception as error:
+                if is_out_of_memory(error):
+                    built = (path / "run.json").exists()
+                    raise _out_of_memory(config, world.size, error, built) from None
                 if not is_broken(error):
                     with contextlib.suppress(OSError):
                         crash = path / f"crash-rank{world.rank}.txt"
@@ -98,7 +107,7 @@ def train(
     run = _Training(images, source, path, config, world)
     step, total, device, runtime = run.step, run.total, run.device, config.runtime
     if step >= total:
-        say(f"{path}: finished, all {total} updates are done")
+        say(f"{path}: finished, all {total:,} updates are done")
         return
     if stop_at is not None and step >= stop_at:
         return
@@ -113,13 +122,16 @@ def train(
         signals() as received,
         Ticker("pretrain", total, step) as ticker,
     ):
+        progress = Progress(ticker, config, run.per_epoch)
         clock, slow = _Clock(step), False
+        received.nothing_to_save = True
         while step < total:
             ### One update
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
             values = update(draws.at(step), now)  # tensors on the device: nothing waits yet
             step += 1
+            received.nothing_to_save = False
             faultpoint("step.end")
 
             ### What is due after it
@@ -156,23 +168,31 @@ def train(
                     show(line)
                 if verdict := run.watch.see(line):
                     say(verdict)
-                ticker.update(
-                    step,
-                    f"loss {line['loss']:.4f}  lr {now.lr:.1e}  target std {seen['target_std']:.3f}"
-                    f"  {line['images_per_s']:.0f} img/s",
-                )
+            progress.show(step, values, now.lr, read=log or device.type == "cpu")
             if save:  # every rank takes part: shards are gathered
                 run.saver.save(step, final=step in (total, stop_at) or number > 0)
+                if world.size == 1 and received:  # it came during the save: no need to go on
+                    number = received[0]
             if number and step < total:
                 world.gather(None)  # a rank that leaves before rank 0 has saved gets it killed
                 raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
             if step == stop_at:
                 return
+    say(f"{path}: finished, all {total:,} updates are done")
     if n_bad := len(bad_files.names):
         say(f"{bad_files.path}: {n_bad} of {len(images)} images were unreadable, and replaced")
 
 
 # ------------------------------------------------------------------------------ setting up
+
+
+def _read(data: str | Path | Images) -> Images:
+    try:
+        with busy(f"reading {data}"):
+            return open_images(data)
+    except MemoryError as error:
+        what = f"{data}: out of memory while it is read: {shortage(error)}"
+        raise ResourceError(f"{what}; use fewer images, or single files in a folder") from None
 
 
 class _Training:
@@ -197,10 +217,11 @@ class _Training:
         if lost := getattr(images, "unreadable", []):
             say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
         self.health_every = due_every(config)
-        self.health = Health(images, config, device, self.amp) if self.health_every else None
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
-        self.untrained = self.health.measure(model) if self.health and fresh else None
+        with busy("measuring the untrained network"):
+            self.health = Health(images, config, device, self.amp) if self.health_every else None
+            self.untrained = self.health.measure(model) if self.health and fresh else None
         wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
         optimizer = adamw(model, config.optim)
         # This rank's images as slices of the global batch, one slice per gradient accumulation.
@@ -213,6 +234,8 @@ class _Training:
         assert isinstance(step, Step)
         self.broken, scaler = step.broken, step.scaler
         self.step = _resume(path, model, optimizer, scaler, runtime.keep, world)  # updates done
+        if 0 < self.step < self.total:
+            say(f"{path}: resumes at step {self.step}")
         self.saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
         self.metrics = Metrics(path, self.step) if world.first else None
         self.watch = Watch(Run(path).metrics)
@@ -254,7 +277,6 @@ def _resume(
         checkpoint.prune(newest, keep)
     if scaler and about["scaler"]:
         scaler.load_state_dict(about["scaler"])
-    say(f"{path}: resumes at step {about['step']}")
     return about["step"]
 
 
@@ -268,14 +290,16 @@ def _not_finite(path: Path, step: int) -> NonFiniteError:
     )
 
 
-def _out_of_memory(config: Config, ranks: int, error: Exception) -> ResourceError:
+def _out_of_memory(config: Config, ranks: int, error: Exception, built: bool) -> ResourceError:
+    """Names what to try next; `built`: the model itself has found room."""
     size = config.optim.batch_size
     parts = ranks * len(shares(size, config.runtime.accumulate, world=ranks))
     more = [n for n in range(2 * parts, size + 1) if size % n == 0 and n % ranks == 0]
-    return ResourceError(
-        f"out of memory with {size // parts} images at a time: {str(error).splitlines()[0]}; try "
-        f"{f'--runtime.accumulate {more[0]}' if more else '--runtime.recompute on'}"
-    )
+    remedies = [f"--runtime.accumulate {n}" for n in more[:1]]
+    remedies += ["--runtime.recompute on"] if config.runtime.recompute == "off" else []
+    remedy = [*remedies, "a smaller --arch"][0 if built else -1]
+    where = f"with {size // parts} images at a time" if built else f"building {config.arch}"
+    return ResourceError(f"out of memory {where}: {shortage(error)}; try {remedy}")
 
 
 class _Clock:

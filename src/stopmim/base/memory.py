@@ -1,0 +1,54 @@
+"""Main memory: how much is left, and which errors mean that there was none."""
+
+import errno
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+# Of a GPU, of torch's allocator on a CPU, of C++, of the system, and of a thread without a stack.
+_TEXTS = (
+    *("out of memory", "can't allocate", "not enough memory", "bad_alloc", "Cannot allocate"),
+    "can't start new thread",
+)
+_GROUP = Path("/sys/fs/cgroup")  # limits of a container
+
+
+class Memory(NamedTuple):
+    free: int  # bytes that can still be used
+    total: int
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that memory ran out, on a GPU or on a CPU."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return any(text in str(error) for text in _TEXTS)
+    return isinstance(error, MemoryError)
+
+
+def shortage(error: BaseException) -> str:
+    """What did not fit, in a few words."""
+    text = " ".join((str(error).splitlines() or [""])[0].split())
+    if found := re.search(r"tried to allocate (\d+) bytes", text):
+        return f"no room for {int(found[1]) / 2**20:,.0f} MiB more in main memory"
+    if found := re.match(r"Unable to allocate ([\d.]+ \w+)", text):  # numpy
+        return f"no room for {found[1]} more in main memory"
+    return text or "no room in main memory"
+
+
+def main_memory() -> Memory | None:
+    """Memory of this machine, or of the container around; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        about = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(":") for x in lines)}
+        machine = Memory(about["MemAvailable"], about["MemTotal"])
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    try:
+        limit, used = (int((_GROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
+        stat = dict(x.split() for x in (_GROUP / "memory.stat").read_text().splitlines())
+        free = limit - used + int(stat["inactive_file"])  # pages of files are given back
+    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
+        return machine
+    return Memory(min(machine.free, free), min(machine.total, limit))

@@ -1,0 +1,52 @@
+"""The commands that come after training, complete for the run at hand."""
+
+import shlex
+from pathlib import Path
+
+from stopmim.base.errors import UserError
+from stopmim.data.sources.open import open_images, open_test
+from stopmim.runs.run import Run
+
+HOLD_OUT = "0.2"  # share of the images to test on, where they have no test split
+
+
+def next_commands(run: Run) -> str:
+    """What to type next: is the run healthy, what does it know, and a page about both."""
+    path = shlex.quote(str(run.path))
+    measured = run.config.runtime.health_every != 0
+    images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"
+    evaluation = evaluation_command(run)
+    lines = [f"stopmim doctor {path}{images}", f"stopmim report {path}"]
+    if evaluation:
+        lines.insert(1, evaluation)  # the report shows its results
+    else:
+        other = f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
+        lines += [f"stopmim analyse neighbours {path}", f"{other}  # with labels"]
+    return "\n".join(["next:", *(f"  {line}" for line in lines)])
+
+
+def evaluation_command(run: Run) -> str | None:
+    """The command that evaluates a run on its own images; None if these have no labels."""
+    source = str(run.about["data"]["source"])
+    words = ["stopmim", "eval", "suite", str(run.path), "--data"]
+    if source.split(":")[0] == "scenes":  # not opened, since that renders them
+        return shlex.join([*words, source])
+    try:
+        if not any(len(set(values.tolist())) > 1 for values in open_images(source).labels.values()):
+            return None
+        whole = next((data for data in (source, _around(source)) if _has_test(data)), None)
+    except UserError:  # they are gone, or no source but objects in memory
+        return None
+    words += [source, "--hold-out", HOLD_OUT] if whole is None else [whole]
+    skip = run.config.data.skip
+    return shlex.join(words + (["--skip", str(skip)] if skip else []))
+
+
+def _around(source: str) -> str:
+    """The folder around a training split, whose other folders may be its test split."""
+    path = Path(source)
+    return str(path.parent) if path.name == "train" and path.is_dir() else ""
+
+
+def _has_test(data: str) -> bool:
+    return bool(data) and open_test(data) is not None

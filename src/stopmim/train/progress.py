@@ -1,0 +1,99 @@
+"""What a person sees of a run: what it will do, how far it is, when it ends."""
+
+import datetime
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stopmim.base.console import Ticker, say, warn
+from stopmim.base.memory import main_memory
+from stopmim.config.architectures import printed
+from stopmim.config.schema import Config
+from stopmim.data.images import Images
+from stopmim.data.loading import steps_per_epoch
+from stopmim.gpu.devices import choose_device
+from stopmim.train.distributed import World
+
+REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
+SURE = 5.0  # seconds of updates from which the end is foretold
+WORTH = 60.0  # seconds; the end of a shorter run is not announced
+FULL = 0.95  # share of main memory in use from which a warning is due
+
+
+def announce(
+    path: Path, images: Images, config: Config, preset: str | Path | Config | None, world: World
+) -> None:
+    """Says what is to be done: images, network, preset, updates, device; nothing if it is done."""
+    device = choose_device(config.runtime.device, world.local_rank)
+    updates = config.optim.epochs * steps_per_epoch(images, config)
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    named = f" ({Path(preset).name})" if isinstance(preset, str | Path) else ""
+    if not (path / "checkpoints" / f"step-{updates:08d}").exists():
+        say(
+            f"{len(images):,} images, {printed(config.arch)} at {config.image_size} px{named}, "
+            f"{updates:,} updates on {f'{world.size} x ' if world.size > 1 else ''}{chip}"
+        )
+
+
+class Progress:
+    """Keeps a ticker up to date with the updates, and foretells the end once."""
+
+    def __init__(self, ticker: Ticker, config: Config, per_epoch: int) -> None:
+        self.ticker, self.config, self.per_epoch = ticker, config, per_epoch
+        self.step, self.time = ticker.done, ticker.start  # of the last reading
+        self.rate = 0.0  # images per second since the reading before
+        self.begun: float | None = None  # when the first update was done
+        self.told = False
+
+    def show(self, step: int, values: Mapping[str, Tensor], lr: float, *, read: bool) -> None:
+        """After update `step`; `read`: its loss is known, so that reading it does not wait."""
+        now = time.monotonic()
+        is_old = now - self.time > REFRESH
+        if is_old or not self.rate:
+            self.rate = (step - self.step) * self.config.optim.batch_size / (now - self.time)
+            self.step, self.time = step, now
+        if is_old or read:
+            numbers = (
+                f"epoch {math.ceil(step / self.per_epoch)}/{self.config.optim.epochs}",
+                f"{self.rate:.{0 if self.rate >= 10 else 1}f} img/s",
+                f"loss {float(values['loss']):.4f}",
+            )
+            extra = (f"lr {lr:.1e}", f"target std {float(values['target_std']):.3f}")
+            self.ticker.update(step, *numbers, extra=extra)
+        else:
+            self.ticker.update(step)
+        if self.begun is None:
+            self.begun = now
+            self._look_at_memory()
+        elif not self.told and now - self.begun > SURE:
+            self.told = True
+            if (left := self.ticker.seconds_left) and left > WORTH:
+                say(f"about {rough(left)} left, until {clock(left)}")
+
+    def _look_at_memory(self) -> None:
+        """Warns where the system may soon kill the process, which then says nothing."""
+        memory = main_memory()
+        if memory and memory.free < (1 - FULL) * memory.total:
+            warn(
+                f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are left: "
+                f"the system may kill this run (exit code 137); try --runtime.accumulate 2"
+            )
+
+
+def rough(seconds: float) -> str:
+    """A duration in minutes, or hours and days."""
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def clock(seconds: float) -> str:
+    """The time of day `seconds` from now, with the date if it is not today."""
+    now = datetime.datetime.now()
+    then = now + datetime.timedelta(seconds=seconds)
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"

@@ -1,0 +1,120 @@
+"""Progress as a person sees it: whole at every width, and in a log file."""
+
+import io
+import re
+import time
+
+import pyte
+import pytest
+import torch
+from rich.console import Console
+
+from stopmim.base import console
+from stopmim.base.console import Ticker, busy
+from stopmim.train.progress import Progress, clock, rough
+from tiny import tiny
+
+# Steps done, all steps, steps per epoch, epochs: of a short run, and of the paper's longest.
+SHORT, LONG = (7, 60, 6, 10), (123_456, 375_600, 626, 600)
+
+
+def shown(width: int, run: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The screen of a terminal of 24 lines in the middle of a run."""
+    file = io.StringIO()
+    terminal = Console(file=file, force_terminal=True, width=width, height=24, color_system=None)
+    monkeypatch.setattr(console, "console", terminal)
+    done, total, per_epoch, epochs = run
+    config = tiny(**{"optim.epochs": epochs, "optim.batch_size": 2048})
+    values = {"loss": torch.tensor(0.1234), "target_std": torch.tensor(0.321)}
+    with Ticker("pretrain", total, done - 2) as ticker:
+        progress = Progress(ticker, config, per_epoch)
+        ticker.start -= 1
+        for step in (done - 1, done):
+            progress.show(step, values, 1e-3, read=True)
+        # As if every update had taken a quarter of a second, at 12,345 images a second.
+        ticker.marks[-1] = (done - 1, ticker.now - 0.25)
+        progress.rate = 12345.6
+        progress.show(done, values, 1e-3, read=True)
+        assert ticker.live
+        ticker.live.refresh()
+        screen = pyte.Screen(width, 24)
+        pyte.Stream(screen).feed(file.getvalue().replace("\n", "\r\n"))
+    return "\n".join(line.rstrip() for line in screen.display).strip()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("run", [SHORT, LONG], ids=["short", "long"])
+def test_every_named_item_is_whole_and_the_rest_gives_way(
+    width: int, run: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(width, run, monkeypatch)
+    done, total, per_epoch, epochs = run
+    items = re.split(r" {2,}|\n|pretrain |\u2501 ", text)
+    left = r"0:1\d left" if run == SHORT else r"17:3\d:\d\d left"
+    assert any(re.fullmatch(left, item) for item in items), text
+    rest = [f"{done}/{total}", f"{100 * done // total} %", "12346 img/s", "loss 0.1234"]
+    for item in (*rest, f"epoch {-(-done // per_epoch)}/{epochs}"):
+        assert item in items, (item, text)
+    assert ("lr 1.0e-03" in items) == ("target std 0.321" in items) == (width == 120), text
+    assert "..." not in text
+    assert len(text.splitlines()) == (2 if width == 60 else 1), text
+
+
+def test_a_log_file_has_whole_lines_of_80_columns_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(console, "console", Console(file=file))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Ticker("pretrain", 10_000) as ticker:
+        for step in range(1, 10_001):
+            now[0] += 0.5
+            numbers = (f"epoch {step // 100}/100", "12346 img/s", "loss 0.4321")
+            ticker.update(step, *numbers, extra=["lr 1.0e-03", "target std 0.321"])
+    lines = file.getvalue().splitlines()
+    assert 80 < len(lines) < 120  # of 5,000 seconds
+    assert lines[0] == "pretrain 21/10000  0 %  1:23:10 left  epoch 0/100  12346 img/s  loss 0.4321"
+    assert lines[-1].startswith("pretrain 10000/10000  100 %  0:00 left  epoch 100/100")
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_time_left_is_told_without_the_first_item_which_may_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    ticker = Ticker("pretrain", 110, 7)
+    assert ticker.seconds_left is None
+    for done, at in ((8, 90.0), (9, 91.0), (10, 92.0)):
+        now[0] = at
+        ticker.update(done)
+    assert ticker.seconds_left == 100
+    now[0] += 5
+    assert ticker.seconds_left == 95  # it goes on between two updates
+
+
+def test_there_is_a_sign_of_life_only_where_something_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET", 60.0)
+    with busy("reading"), Ticker("check", 3):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(console, "QUIET", 0.05)
+    with busy("reading"), Ticker("check", 3):
+        time.sleep(0.3)
+    assert set(capsys.readouterr().err.splitlines()) == {
+        "reading ...",
+        "check 0/3  0 %  first one: 0:00 so far",
+    }
+
+
+def test_durations_are_rough_and_another_day_has_its_date() -> None:
+    assert [rough(s) for s in (61, 7000, 7300, 86400 * 2.5)] == [
+        "1 min",
+        "117 min",
+        "2 h",
+        "2.5 days",
+    ]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", clock(90_000))
+    assert clock(0) in (f"{time.strftime('%H:%M')}", clock(0))
