@@ -15,7 +15,6 @@ import numpy as np
 
 from stopmim.base.console import Ticker, duration
 from stopmim.base.errors import DataError, UserError
-from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.images import Images
@@ -29,7 +28,6 @@ SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
 CHUNK = 32  # images per answer of a worker
-FEW_UPDATES = 1000  # runs of docs/results.md this short had not learned what k-NN can use
 
 Row = tuple[str, str]  # left and right column of the report
 
@@ -49,7 +47,6 @@ class Report:
     """Findings of `check`; `text` is for people, `problem` is None if the images are usable."""
 
     source: str
-    preset: str
     config: Config
     images: int  # in the data set
     seconds: float
@@ -107,7 +104,7 @@ class Report:
             size = self.config.image_size
             rows += [("size", f"shorter side {_range(self.sides, 'px')}")]
             small = sum(side < size for side in self.sides) / len(self.sides)
-            rows += [("", f"{small:.1%} below the {size} px of {self.preset}")]
+            rows += [("", f"{small:.1%} below the {size} px that training takes")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
         rows += [("kinds", kinds or "none")]
         extra = sum(len(group) - 1 for group in self.copies)
@@ -119,7 +116,7 @@ class Report:
         if self.test:
             count, labels, broken = self.test._summary()
             rows += [("test part", count), *labels, *broken]
-        rows += [("training", self._training()), ("verdict", self.verdict)]
+        rows += [("verdict", self.verdict)]
         wrap = textwrap.TextWrapper(
             WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
         )
@@ -142,24 +139,10 @@ class Report:
             broken += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
         return f"{self.scanned:,}{of} images scanned", labels, broken
 
-    def _training(self) -> str:
-        optim = self.config.optim
-        steps, size = self.images // optim.batch_size, f"{optim.batch_size:,} images"
-        if not steps:
-            return f"{self.preset}: none, an update takes {size}"
-        text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
-        if optim.epochs * steps < FEW_UPDATES:
-            enough = -(-2 * FEW_UPDATES // steps)
-            return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
-        known = PRESETS.get(self.preset)
-        if known is not None and known.cost.hours is not None:
-            text += f"; about {known.cost.hours * self.images / IMAGENET:.1f} hours of one H200"
-        return text
-
 
 def check(
     data: str | Path | Images,
-    preset: str = "vit_b16_stop",
+    preset: str | Path | Config,
     changes: dict[str, Any] | None = None,
     *,
     fix_list: Path | None = None,
@@ -193,15 +176,15 @@ def check(
     else:
         images, test = both_without_skipped(images, test, skip)
     name = printable(str(data)) if isinstance(data, str | Path) else "images"
-    report = _report(name, preset, config, images, limit)
-    part = None if test is None else _report(f"{name}, test part", preset, config, test, limit)
+    report = _report(name, config, images, limit)
+    part = None if test is None else _report(f"{name}, test part", config, test, limit)
     report = replace(report, refused=refused, test=part)
     if fix_list is not None:
         write_list(fix_list, report.bad, report.test.bad if report.test else [])
     return report
 
 
-def _report(source: str, preset: str, config: Config, images: Images, limit: int | None) -> Report:
+def _report(source: str, config: Config, images: Images, limit: int | None) -> Report:
     count = min(limit or len(images), len(images))
     numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
     begin, runtime = time.monotonic(), config.runtime
@@ -213,7 +196,6 @@ def _report(source: str, preset: str, config: Config, images: Images, limit: int
         by_digest.setdefault(facts.digest, []).append(i)
     return Report(
         source=source,
-        preset=str(preset),
         config=config,
         images=len(images),
         seconds=time.monotonic() - begin,

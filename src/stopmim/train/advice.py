@@ -1,0 +1,332 @@
+"""Which preset suits these images on this machine, how long it takes, and what speaks against it.
+
+`pretrain` without a preset, and `check`, make the same choice here. What depends on the number of
+images or on the machine is settled once, when a run starts, and run.json records plain numbers.
+"""
+
+import json
+import shlex
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim.base.console import is_first_rank, say, warn
+from stopmim.base.errors import DataError, UserError
+from stopmim.config.architectures import printed
+from stopmim.config.presets import ENOUGH, PRESETS, Preset
+from stopmim.config.schema import Config, OptimConfig, flatten
+from stopmim.data.images import Images
+from stopmim.data.skip import without_skipped
+from stopmim.data.sources.open import open_images
+from stopmim.data.workers import cores
+from stopmim.gpu.devices import choose_device
+from stopmim.method.build import configure
+from stopmim.runs.run import Run
+from stopmim.train import cost
+from stopmim.train.cost import Facts
+
+CANDIDATES = {"cpu": ("photos_cpu",), "cuda": ("photos_s16", "small_images")}
+LARGER = {"photos_s16": "photos_b16"}
+SMALL = 128  # pixels: images with a shorter side than this are for small_images
+FEW = 1000  # images
+DETAIL = 224  # pixels: the usual size of ViTs, beyond which detail is never missed here
+HOPELESS = 1e13  # operations per update; presets for one GPU have fewer, those of the paper more
+RATE = 2e11  # operations per second that no core of a CPU exceeds
+ROOM = 0.7  # share of the free memory that a run is planned for
+CHECKPOINTS = 20  # at most, in a run of many short epochs
+ALTERNATIVE = 4  # times as fast, or as long
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has not started: its config, and what it takes on this machine."""
+
+    preset: str
+    changes: Mapping[str, Any]
+    config: Config
+    facts: Facts
+    device: torch.device
+
+    @property
+    def per_epoch(self) -> int:
+        return self.facts.count // self.config.optim.batch_size
+
+    @property
+    def updates(self) -> int:
+        return self.config.optim.epochs * self.per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Time of all updates, by one that is measured; on a GPU an upper bound."""
+        same = OptimConfig(batch_size=self.config.optim.batch_size)
+        config = self.config.model_copy(update={"optim": same})
+        return self.updates * _seconds_per_update(config, self.facts, self.device)
+
+    @property
+    def lasts(self) -> str:
+        """Its time in words: "about 6 minutes"; on a GPU "up to", since nothing is compiled yet."""
+        return f"{'up to' if self.device.type == 'cuda' else 'about'} {spoken(self.seconds)}"
+
+    @property
+    def takes(self) -> str:
+        """Time and memory, in words."""
+        gib = cost.memory(self.config, self.device) / 2**30
+        return f"{self.lasts}, {gib:.1f} GiB of memory"
+
+    @property
+    def what(self) -> str:
+        """Network, size and length of the run."""
+        optim = self.config.optim
+        return (
+            f"{printed(self.config.arch)} at {self.config.image_size} px, {optim.epochs:,} epochs "
+            f"of {self.per_epoch:,} updates with {optim.batch_size} images"
+        )
+
+    @property
+    def why(self) -> str:
+        """Reason for the choice of the preset."""
+        return f"{self.facts.count:,} images of {self.facts.side} px on {machine(self.device)}"
+
+    def command(self, data: str, out: str | None = None) -> str:
+        """The complete command line of the run."""
+        words = ["stopmim", "pretrain", data, "--preset", self.preset]
+        for key, value in flatten(self.changes):
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+        return shlex.join([*words, "--out", out or f"runs/{Path(data).name or 'first'}"])
+
+
+@cache
+def _seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
+    return cost.seconds_per_update(config, facts, device)
+
+
+# ------------------------------------------------------------------------------ choosing
+
+
+def choose(facts: Facts, device: torch.device) -> str:
+    """The preset for these images: by the device, then by their size."""
+    first, *others = CANDIDATES[device.type]
+    return others[0] if others and 0 < facts.side < SMALL else first
+
+
+def first_config(
+    preset: str | Path | Config | None, changes: Mapping[str, Any], out: Path | None = None
+) -> Config:
+    """The config as far as it is known before the images are; a mistake raises UserError."""
+    if preset is None and out and (out / "run.json").exists():  # nothing is chosen again
+        return configure(Run(out).config, dict(changes))
+    wrong, on_cpu = list[UserError](), dict(flatten(changes)).get("runtime.device") == "cpu"
+    kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+    for name in CANDIDATES[kind] if preset is None else (preset,):
+        try:
+            known = _known(name)
+            return _config(name, changes, known.cost.images if known else 0)
+        except UserError as error:
+            wrong.append(error)
+    raise wrong[0]  # no candidate takes these changes
+
+
+def plan(
+    preset: str | Path | Config | None,
+    changes: Mapping[str, Any],
+    facts: Facts,
+    device: torch.device,
+    out: Path | None = None,
+) -> Plan:
+    """Settles what depends on the images and the machine; `out` may be a run to resume."""
+    resumed = Run(out).config if out and (out / "run.json").exists() else None
+    if preset is None and resumed:
+        return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)
+    chosen = choose(facts, device) if preset is None else preset
+    config, known = _config(chosen, changes, facts.count), _known(chosen)
+    if known and known.scales:
+        now = resumed.runtime.model_dump() if resumed else _runtime(config, facts.count, device)
+        settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
+        given = dict(flatten(changes))
+        config = configure(config, {key: n for key, n in settled.items() if key not in given})
+    name = config.arch if isinstance(chosen, Config) else str(chosen)
+    return Plan(name, changes, config, facts, device)
+
+
+def plan_for(
+    data: str | Path, preset: str | Path | Config | None, changes: Mapping[str, Any]
+) -> Plan:
+    """The plan of a run on `data` that would start now."""
+    first = first_config(preset, changes)
+    images = without_skipped(open_images(data), first.data.skip)
+    return plan(preset, changes, cost.look(images), choose_device(first.runtime.device))
+
+
+def dry_config(
+    data: str | Path, preset: str | Path | Config | None, changes: Mapping[str, Any]
+) -> Config:
+    """The config that `--dry-run` shows; images that cannot be opened must not be in its way."""
+    known = _known(preset)
+    if preset is None:
+        return plan_for(data, preset, changes).config
+    if known and known.scales:
+        try:
+            return plan_for(data, preset, changes).config
+        except DataError as error:
+            warn(f"{error}; these are the epochs for {known.cost.images:,} images")
+    return first_config(preset, changes)
+
+
+def settle(
+    preset: str | Path | Config | None,
+    changes: Mapping[str, Any],
+    images: Images,
+    device: torch.device,
+    out: Path,
+) -> Config:
+    """The config of a run on `images`; says what was chosen, and what speaks against it."""
+    known, resumed = _known(preset), (out / "run.json").exists()
+    slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
+    fixed = resumed if preset is None else not known or not (known.scales or slow)
+    if fixed:
+        return first_config(preset, changes, out)
+    found = plan(preset, changes, cost.look(images), device, out)
+    if is_first_rank() and not resumed:
+        if preset is None:
+            say(f"preset {found.preset} for {found.why}: {found.lasts}")
+        for text in warnings(found):
+            warn(text)
+    return found.config
+
+
+def _known(preset: str | Path | Config | None) -> Preset | None:
+    return None if isinstance(preset, Config) else PRESETS.get(str(preset))
+
+
+def _config(preset: str | Path | Config, changes: Mapping[str, Any], count: int) -> Config:
+    if known := _known(preset):
+        return configure(known.for_images(count, changes))
+    return configure(preset, dict(changes))
+
+
+def _runtime(config: Config, count: int, device: torch.device) -> dict[str, int | None]:
+    """How the run is executed on this machine."""
+    free, batch = ROOM * cost.free_memory(device), config.optim.batch_size
+    for parts in (n for n in range(1, batch + 1) if batch % n == 0):  # the fewest that fit
+        if cost.memory(configure(config, {"runtime.accumulate": parts}), device) <= free:
+            break
+    # The other half of the cores reads images.
+    threads = max(1, cores() // 2) if device.type == "cpu" else config.runtime.threads
+    # An epoch of few images may be shorter than writing a checkpoint.
+    per_epoch = max(1, count // batch)
+    save_every = max(per_epoch, -(-per_epoch * config.optim.epochs // CHECKPOINTS))
+    return {"accumulate": parts, "threads": threads, "save_every": save_every}
+
+
+# ------------------------------------------------------------------------------ objections
+
+
+def refuse_hopeless(
+    config: Config, preset: object, device: torch.device, data: object, out: Path
+) -> None:
+    """Raises UserError for a run on a CPU whose single updates would take minutes.
+
+    Decided by the number of operations: a measurement would itself take minutes.
+    """
+    flops = cost.work(config, device).flops * config.optim.batch_size
+    if device.type == "cpu" and flops > HOPELESS:
+        name = f"{preset} is" if isinstance(preset, str | Path) else "this config is"
+        place = data if isinstance(data, str | Path) else "DATA"
+        words = ["pretrain", str(place), "--preset", CANDIDATES["cpu"][0], "--out", str(out)]
+        raise UserError(
+            f"{name} made for GPUs: on {machine(device)} each of its updates would take more than "
+            f"{spoken(flops / RATE / cores())}; use stopmim {shlex.join(words)}"
+        )
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What a person should know before the run starts, one line each."""
+    config, facts, on_cpu = plan.config, plan.facts, plan.device.type == "cpu"
+    said, size, suits = list[str](), config.image_size, choose(facts, plan.device)
+    if not plan.per_epoch:
+        return [f"{facts.count} images do not fill one batch of {config.optim.batch_size}"]
+    known = PRESETS.get(plan.preset)
+    if on_cpu and known and known.needs.hardware != "CPU":
+        said.append(
+            f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "
+            f"here; --preset {suits} is for CPUs"
+        )
+    if min(facts.side, DETAIL) >= 2 * size:
+        finer = "photos_s16 on a GPU" if on_cpu else suits
+        said.append(
+            f"images of {facts.side} px are reduced to {size} px, and fine detail is lost; "
+            f"--preset {finer} keeps more"
+        )
+    if plan.updates < ENOUGH // 2:
+        enough = -(-ENOUGH // plan.per_epoch)
+        said.append(
+            f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
+        )
+    if facts.count < FEW:
+        better = "features --encoder" if on_cpu else "pretrain --preset continue_b16 --init"
+        said.append(
+            f"{facts.count:,} images are few to learn from: expect little more than random init; "
+            f"a public encoder may serve better: stopmim {better} FILE"
+        )
+    return said
+
+
+# ------------------------------------------------------------------------------ saying it
+
+
+def recommend(data: str, plan: Plan, chosen: bool) -> str:
+    """The plan as text: a command, why, how long; two alternatives if it was `chosen` here."""
+    lines = ["recommended" if chosen else "plan", f"  {plan.command(data)}"]
+    lines += _wrapped(plan.what, plan.takes, f"for {plan.why}" if chosen else "")
+    for label, other in _alternatives(plan) if chosen and plan.updates else []:
+        lines += [label, f"  {other.command(data)}", *_wrapped(other.what, other.takes)]
+    for text in warnings(plan):
+        lines += textwrap.wrap(f"warning: {text}", WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
+    """A faster and a better run than the recommended one."""
+    epochs = plan.config.optim.epochs
+    faster = _with(plan, {"optim.epochs": max(1, epochs // ALTERNATIVE)})
+    if plan.preset in LARGER:
+        larger = _with(replace(plan, preset=LARGER[plan.preset]), {})
+        return [("faster, for a first look", faster), ("better, a larger network", larger)]
+    longer = _with(plan, {"optim.epochs": ALTERNATIVE * epochs})
+    return [("faster, for a first look", faster), ("better, if it has the time", longer)]
+
+
+def _with(base: Plan, changes: Mapping[str, Any]) -> Plan:
+    return plan(base.preset, {**base.changes, **changes}, base.facts, base.device)
+
+
+def _wrapped(*texts: str) -> list[str]:
+    indent = " " * 6
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    ]
+
+
+def machine(device: torch.device) -> str:
+    """The machine in a few words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "one CPU core" if cores() == 1 else f"{cores()} CPU cores"
+
+
+def spoken(seconds: float) -> str:
+    """A duration as people say it: "40 seconds", "6 minutes", "3 hours"."""
+    for unit, size, upto in (("second", 1, 90), ("minute", 60, 90), ("hour", 3600, 48)):
+        if seconds < upto * size:
+            number = max(1, round(seconds / size))
+            return f"{number} {unit}{'s' if number > 1 else ''}"
+    return f"{round(seconds / 86400):,} days"
