@@ -117,7 +117,11 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
-        ("presets tiny_cpuu", 2, 'no such preset; did you mean "tiny_cpu"?; presets are tiny_cpu'),
+        (
+            "presets tiny_cpuu",
+            2,
+            'no such preset; did you mean "tiny_cpu"?; presets are photos_s16',
+        ),
         ("bench speed", 2, "invalid choice 'speed'"),
         ("bench masks --rounds 0", 2, "--rounds 0: expected 1 or more"),
         ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),

@@ -23,6 +23,7 @@ from stopmim.config.schema import Config, OptimConfig, flatten
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
+from stopmim.data.sources.source import printable
 from stopmim.data.workers import cores
 from stopmim.gpu.devices import choose_device
 from stopmim.method.build import configure
@@ -283,6 +284,7 @@ def warnings(plan: Plan) -> list[str]:
 
 def recommend(data: str, plan: Plan, chosen: bool) -> str:
     """The plan as text: a command, why, how long; two alternatives if it was `chosen` here."""
+    data = printable(data)
     lines = ["recommended" if chosen else "plan", f"  {plan.command(data)}"]
     lines += _wrapped(plan.what, plan.takes, f"for {plan.why}" if chosen else "")
     for label, other in _alternatives(plan) if chosen and plan.updates else []:
