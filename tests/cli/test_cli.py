@@ -78,6 +78,7 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
         ("inspect {tmp}/features.npz", 4, "an archive without weights"),
         ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
+        ("pretrain x --out y --slurm 1x1", 2, "pretrain: --slurm needs --preset: the choice"),
         ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
         ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"?; presets are'),
         ("pretrain x --out y --preset my.yaml", 2, "my.yaml: no such file; `stopmim presets`"),

@@ -136,8 +136,25 @@ def test_a_preset_that_scales_resumes_exactly(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_reported_before_any_image_is_looked_for(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {"positions.sgima": 1}
     with pytest.raises(UserError, match=r'did you mean "positions\.sigma"'):
-        pretrain(tmp_path / "nowhere", tmp_path / "run", **{"positions.sgima": 1})
+        pretrain(tmp_path / "nowhere", tmp_path / "run", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("data", "out"),
+    [
+        ("/data/my photos/", "'/data/my photos/' --preset photos_cpu --out runs/my"),
+        ("photos.npz", "photos.npz --preset photos_cpu --out runs/photos"),
+        ("scenes:64:48", "scenes:64:48 --preset photos_cpu --out runs/scenes"),
+        ("..", ".. --preset photos_cpu --out runs/first"),
+    ],
+)
+def test_a_command_can_be_pasted_as_it_is(data: str, out: str) -> None:
+    changes = {"positions": {"sigma": 0.1}, "optim.ema": [0.9, 1.0], "init": None}
+    words = " --positions.sigma 0.1 --optim.ema 0.9 1.0 --init null --out "
+    plan = advice.plan("photos_cpu", changes, PHOTOS, CPU)
+    assert plan.command(data) == f"stopmim pretrain {out}".replace(" --out ", words)
 
 
 def test_a_batch_is_cut_until_it_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +292,7 @@ def test_check_recommends_three_commands_that_work_as_they_stand(
     best, faster, better = commands
     assert best == f"stopmim pretrain photos --preset photos_cpu {changed} --out runs/photos"
     assert re.search(r"about \d+ \w+, 0\.\d GiB of memory\n", text)
-    assert f"for 40 images of 240 px on {advice.machine(CPU)}" in text
+    assert f"for 40 images of 240 px on {advice.machine(CPU)}: without a GPU" in text
     epochs = []
     for command in (faster, best, better):
         assert main([*shlex.split(command)[1:], "--dry-run"]) == 0

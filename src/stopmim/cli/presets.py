@@ -64,7 +64,8 @@ def details(preset: "Preset") -> str:
         "images": f"{_pixels(preset, ' to ')} px",
         "hardware": needs.hardware,
         "cost": ", ".join(filter(None, [*time, cost.note])),
-        "memory": f"{needs.memory_gib} GiB per GPU for {needs.batch} images at a time"
+        "memory": f"{needs.memory_gib} GiB{'' if needs.hardware == 'CPU' else ' per GPU'} for "
+        f"{needs.batch} images at a time"
         if needs.memory_gib
         else "not measured",
         "epochs": f"{preset.config.optim.epochs} of {cost.images:,} images, more of fewer"

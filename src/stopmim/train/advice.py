@@ -5,6 +5,7 @@ images or on the machine is settled once, when a run starts, and run.json record
 """
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -65,8 +66,10 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Time of all updates, by one that is measured; on a GPU an upper bound."""
-        same = OptimConfig(batch_size=self.config.optim.batch_size)
-        config = self.config.model_copy(update={"optim": same})
+        # How often it is made or saved does not change an update: alternatives share one measure.
+        optim = OptimConfig(batch_size=self.config.optim.batch_size)
+        runtime = self.config.runtime.model_copy(update={"save_every": None})
+        config = self.config.model_copy(update={"optim": optim, "runtime": runtime})
         return self.updates * _seconds_per_update(config, self.facts, self.device)
 
     @property
@@ -90,17 +93,18 @@ class Plan:
         )
 
     @property
-    def why(self) -> str:
-        """Reason for the choice of the preset."""
+    def where(self) -> str:
+        """The images and the machine that the run is for."""
         return f"{self.facts.count:,} images of {self.facts.side} px on {machine(self.device)}"
 
-    def command(self, data: str, out: str | None = None) -> str:
+    def command(self, data: str) -> str:
         """The complete command line of the run."""
         words = ["stopmim", "pretrain", data, "--preset", self.preset]
         for key, value in flatten(self.changes):
             values = value if isinstance(value, list | tuple) else [value]
             words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
-        return shlex.join([*words, "--out", out or f"runs/{Path(data).name or 'first'}"])
+        name = re.split(r"[^\w-]", Path(data).name)[0]  # photos of photos.npz, scenes of scenes:64
+        return shlex.join([*words, "--out", f"runs/{name or 'first'}"])
 
 
 @cache
@@ -196,7 +200,7 @@ def settle(
     found = plan(preset, changes, cost.look(images), device, out)
     if is_first_rank() and not resumed:
         if preset is None:
-            say(f"preset {found.preset} for {found.why}: {found.lasts}")
+            say(f"preset {found.preset} for {found.where}: {found.lasts}")
         for text in warnings(found):
             warn(text)
     return found.config
@@ -273,7 +277,7 @@ def warnings(plan: Plan) -> list[str]:
     if facts.count < FEW:
         better = "features --encoder" if on_cpu else "pretrain --preset continue_b16 --init"
         said.append(
-            f"{facts.count:,} images are few to learn from: expect little more than random init; "
+            f"{facts.count:,} images are few to learn from: expect a few points over random init; "
             f"a public encoder may serve better: stopmim {better} FILE"
         )
     return said
@@ -286,12 +290,21 @@ def recommend(data: str, plan: Plan, chosen: bool) -> str:
     """The plan as text: a command, why, how long; two alternatives if it was `chosen` here."""
     data = printable(data)
     lines = ["recommended" if chosen else "plan", f"  {plan.command(data)}"]
-    lines += _wrapped(plan.what, plan.takes, f"for {plan.why}" if chosen else "")
+    lines += _wrapped(plan.what, plan.takes, f"for {plan.where}{_reason(plan)}" if chosen else "")
     for label, other in _alternatives(plan) if chosen and plan.updates else []:
         lines += [label, f"  {other.command(data)}", *_wrapped(other.what, other.takes)]
     for text in warnings(plan):
         lines += textwrap.wrap(f"warning: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _reason(plan: Plan) -> str:
+    """Why this preset was chosen, to follow what it was chosen for."""
+    if plan.device.type == "cpu":
+        return ": without a GPU, a small network on small crops"
+    size = plan.config.image_size
+    few = f"too small for more than {size} px" if size < SMALL else f"large enough for {size} px"
+    return f": a GPU, and images {few}"
 
 
 def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
@@ -302,7 +315,7 @@ def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
         larger = _with(replace(plan, preset=LARGER[plan.preset]), {})
         return [("faster, for a first look", faster), ("better, a larger network", larger)]
     longer = _with(plan, {"optim.epochs": ALTERNATIVE * epochs})
-    return [("faster, for a first look", faster), ("better, if it has the time", longer)]
+    return [("faster, for a first look", faster), ("better, if you have the time", longer)]
 
 
 def _with(base: Plan, changes: Mapping[str, Any]) -> Plan:
