@@ -246,7 +246,7 @@ def test_a_preset_for_one_gpu_is_not_refused_nor_a_paper_one_made_small(tmp_path
     ("preset", "changes", "facts", "device", "said"),
     [
         ("small_images", {}, {}, GPU, "335 px are reduced to 64 px"),
-        ("photos_s16", {}, {"side": 4000}, GPU, ""),
+        ("photos_s16", {}, {"side": 800}, GPU, ""),
         ("small_images", {}, {"side": 100}, GPU, ""),
         ("photos_s16", {"optim.epochs": 1}, {}, GPU, "78 updates are too few to learn from; try"),
         ("photos_s16", {}, {"count": 500}, GPU, "500 images are few to learn from"),
@@ -261,6 +261,14 @@ def test_objections(
     warned = advice.warnings(advice.Plan(preset, changes, config, found, device))
     assert said in " ".join(warned)
     assert len(warned) == bool(said)
+
+
+def test_photographs_that_take_longer_to_read_than_to_learn_from_are_told() -> None:
+    large = Facts(count=5000, side=3000, read_seconds=10.0, workers=2)
+    for facts, told in ((large, True), (replace(large, read_seconds=1e-6), False)):
+        plan = advice.plan("photos_cpu", {**SMALLER, "image_size": 96}, facts, CPU)
+        said = " ".join(advice.warnings(plan))
+        assert ("reading images of 3000 px takes most of the time" in said) == told
 
 
 def test_a_preset_for_a_gpu_is_told_how_long_it_takes_without_one(

@@ -274,6 +274,12 @@ def warnings(plan: Plan) -> list[str]:
         said.append(
             f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
         )
+    reading = facts.read_seconds * config.optim.batch_size / max(1, facts.workers)
+    if facts.side > 4 * DETAIL and reading > plan.seconds / plan.updates / 2:
+        said.append(
+            f"reading images of {facts.side} px takes most of the time; copies with a shorter side "
+            f"of {2 * DETAIL} px are read many times as fast"
+        )
     if facts.count < FEW:
         better = "features --encoder" if on_cpu else "pretrain --preset continue_b16 --init"
         said.append(
