@@ -144,6 +144,7 @@ def plan(
     facts: Facts,
     device: torch.device,
     out: Path | None = None,
+    ranks: int = 1,
 ) -> Plan:
     """Settles what depends on the images and the machine; `out` may be a run to resume."""
     resumed = Run(out).config if out and (out / "run.json").exists() else None
@@ -152,7 +153,11 @@ def plan(
     chosen = choose(facts, device) if preset is None else preset
     config, known = _config(chosen, changes, facts.count), _known(chosen)
     if known and known.scales:
-        now = resumed.runtime.model_dump() if resumed else _runtime(config, facts.count, device)
+        now = (
+            resumed.runtime.model_dump()
+            if resumed
+            else _runtime(config, facts.count, device, ranks)
+        )
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
         given = dict(flatten(changes))
         config = configure(config, {key: n for key, n in settled.items() if key not in given})
@@ -190,6 +195,7 @@ def settle(
     images: Images,
     device: torch.device,
     out: Path,
+    ranks: int,
 ) -> Config:
     """The config of a run on `images`; says what was chosen, and what speaks against it."""
     known, resumed = _known(preset), (out / "run.json").exists()
@@ -197,7 +203,7 @@ def settle(
     fixed = resumed if preset is None else not known or not (known.scales or slow)
     if fixed:
         return first_config(preset, changes, out)
-    found = plan(preset, changes, cost.look(images), device, out)
+    found = plan(preset, changes, cost.look(images), device, out, ranks)
     if is_first_rank() and not resumed:
         if preset is None:
             say(f"preset {found.preset} for {found.where}: {found.lasts}")
@@ -216,18 +222,22 @@ def _config(preset: str | Path | Config, changes: Mapping[str, Any], count: int)
     return configure(preset, dict(changes))
 
 
-def _runtime(config: Config, count: int, device: torch.device) -> dict[str, int | None]:
+def _runtime(config: Config, count: int, device: torch.device, ranks: int) -> dict[str, Any]:
     """How the run is executed on this machine."""
-    free, batch = ROOM * cost.free_memory(device), config.optim.batch_size
-    for parts in (n for n in range(1, batch + 1) if batch % n == 0):  # the fewest that fit
-        if cost.memory(configure(config, {"runtime.accumulate": parts}), device) <= free:
-            break
-    # The other half of the cores reads images.
-    threads = max(1, cores() // 2) if device.type == "cpu" else config.runtime.threads
+    now, batch = config.runtime.model_dump(), config.optim.batch_size
     # An epoch of few images may be shorter than writing a checkpoint.
     per_epoch = max(1, count // batch)
-    save_every = max(per_epoch, -(-per_epoch * config.optim.epochs // CHECKPOINTS))
-    return {"accumulate": parts, "threads": threads, "save_every": save_every}
+    now["save_every"] = max(per_epoch, -(-per_epoch * config.optim.epochs // CHECKPOINTS))
+    if ranks > 1:  # which must agree, and share the batch anyway
+        return now
+    if device.type == "cpu":  # the other half of the cores reads images
+        now["threads"] = max(1, cores() // 2)
+    free = ROOM * cost.free_memory(device)
+    for parts in (n for n in range(1, batch + 1) if batch % n == 0):  # the fewest that fit
+        now["accumulate"] = parts
+        if cost.memory(configure(config, {"runtime.accumulate": parts}), device) <= free:
+            break
+    return now
 
 
 # ------------------------------------------------------------------------------ objections

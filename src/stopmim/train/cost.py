@@ -79,8 +79,8 @@ def work(config: Config, device: torch.device) -> Work:
     """Computes the work of a config without building its network."""
     size, _ = parse_arch(config.arch)
     sampler, n = build_sampler(config), config.side**2
-    parts = [slice(0, 1)]
-    (masks,) = sampler.at_step(config.seed, likeliest_step(config), parts, 1, torch.device("cpu"))
+    sizes = sampler.sizes(config.seed, likeliest_step(config))
+    masks = sampler.draw(1, torch_generator("shapes"), sizes)  # only their shapes matter
     (targets, _, k), c = masks.targets.shape, masks.context.shape[1]
     read = targets * (c + k)  # tokens of the predictor: each target apart
     width, depth = config.predictor.width, config.predictor.depth or size.predictor_depth

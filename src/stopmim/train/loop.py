@@ -81,8 +81,7 @@ def pretrain(
                 images = open_images(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
-                settled = advice.settle(preset, overrides, images, device, path)
-                config = world.gather(settled)[0]  # of rank 0: others may have less free memory
+                config = advice.settle(preset, overrides, images, device, path, world.size)
                 train(images, source, path, config, stop_at, world)
             except UserError:  # one line for the user, nothing to debug
                 raise
