@@ -228,7 +228,8 @@ def test_a_paper_scale_preset_is_refused_on_a_cpu_with_the_command_to_use(
 ) -> None:
     out = tmp_path / "run"
     words = ["pretrain", "my photos", "--preset", name, "--out", str(out)]
-    assert main([*words, "--runtime.device", "cpu"]) == 2
+    start = ["--init", "x"] if PRESETS[name].needs.init else []
+    assert main([*words, "--runtime.device", "cpu", *start]) == 2
     (line,) = capsys.readouterr().err.splitlines()  # though there are no such images
     assert line.startswith(f"stopmim: error: {name} is made for GPUs: on ")
     command = shlex.split(line.partition("; use ")[2])

@@ -124,7 +124,10 @@ def choose(facts: Facts, device: torch.device) -> str:
 def first_config(
     preset: str | Path | Config | None, changes: Mapping[str, Any], out: Path | None = None
 ) -> Config:
-    """The config as far as it is known before the images are; a mistake raises UserError."""
+    """The config as far as it is known before the images are; a mistake raises UserError.
+
+    `out` is the directory of a run that is about to start or to be resumed.
+    """
     if preset is None and out and (out / "run.json").exists():  # nothing is chosen again
         return configure(Run(out).config, dict(changes))
     wrong, on_cpu = list[UserError](), dict(flatten(changes)).get("runtime.device") == "cpu"
@@ -132,7 +135,8 @@ def first_config(
     for name in CANDIDATES[kind] if preset is None else (preset,):
         try:
             known = _known(name)
-            return _config(name, changes, known.cost.images if known else 0)
+            count = known.cost.images if known else 0
+            return _config(name, changes, count, to_train=out is not None)
         except UserError as error:
             wrong.append(error)
     raise wrong[0]  # no candidate takes these changes
@@ -216,10 +220,13 @@ def _known(preset: str | Path | Config | None) -> Preset | None:
     return None if isinstance(preset, Config) else PRESETS.get(str(preset))
 
 
-def _config(preset: str | Path | Config, changes: Mapping[str, Any], count: int) -> Config:
-    if known := _known(preset):
+def _config(
+    preset: str | Path | Config, changes: Mapping[str, Any], count: int, to_train: bool = False
+) -> Config:
+    known = _known(preset)
+    if known and known.scales:
         return configure(known.for_images(count, changes))
-    return configure(preset, dict(changes))
+    return configure(preset, dict(changes), to_train=to_train)
 
 
 def _runtime(config: Config, count: int, device: torch.device, ranks: int) -> dict[str, Any]:
