@@ -20,6 +20,7 @@ from stopmim.data.workers import cores
 from stopmim.method.build import build_sampler, configure
 from stopmim.train import advice, cost
 from stopmim.train.cost import Facts
+from stopmim.train.plan import CANDIDATES, ROOM, Plan, choose, machine, plan_run, spoken
 from tiny import NoiseImages
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -93,7 +94,7 @@ def test_a_share_of_the_grid_is_seen_at_every_size(name: str) -> None:
     ],
 )
 def test_the_choice_is_by_device_and_size(device: torch.device, side: int, preset: str) -> None:
-    assert advice.choose(replace(PHOTOS, side=side), device) == preset
+    assert choose(replace(PHOTOS, side=side), device) == preset
     low, high = PRESETS[preset].needs.pixels
     assert not side or low <= side <= (high or side)
     assert (PRESETS[preset].needs.hardware == "CPU") == (device.type == "cpu")
@@ -118,7 +119,7 @@ def test_pretrain_chooses_says_so_and_resumes_with_the_numbers_of_its_start(
     assert config.masking.context_length == 14  # 0.375 of a 6x6 grid, as a plain number
     assert config.runtime.threads == max(1, cores() // 2)
     # Another machine, or another version, would choose otherwise.
-    monkeypatch.setitem(advice.CANDIDATES, "cpu", ("small_images",))
+    monkeypatch.setitem(CANDIDATES, "cpu", ("small_images",))
     assert main([*words[:4], "--runtime.workers", "0"]) == 0
     assert "finished, all 15 updates are done" in capsys.readouterr().err
     assert Run(run).config == config
@@ -153,28 +154,28 @@ def test_a_mistake_is_reported_before_any_image_is_looked_for(tmp_path: Path) ->
 def test_a_command_can_be_pasted_as_it_is(data: str, out: str) -> None:
     changes = {"positions": {"sigma": 0.1}, "optim.ema": [0.9, 1.0], "init": None}
     words = " --positions.sigma 0.1 --optim.ema 0.9 1.0 --init null --out "
-    plan = advice.plan("photos_cpu", changes, PHOTOS, CPU)
+    plan = plan_run("photos_cpu", changes, PHOTOS, CPU)
     assert plan.command(data) == f"stopmim pretrain {out}".replace(" --out ", words)
 
 
 def test_a_batch_is_cut_until_it_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("photos_s16", {"runtime.precision": "bf16"})
     whole, half = (cost.memory(configure(config, {"runtime.accumulate": n}), GPU) for n in (1, 2))
-    free = (whole + half) / 2 / advice.ROOM  # enough for half a batch, but not for a whole one
+    free = (whole + half) / 2 / ROOM  # enough for half a batch, but not for a whole one
     for available, parts in ((2 * free, 1), (free, 2), (1.0, 64)):
         monkeypatch.setattr(cost, "free_memory", lambda _, n=available: n)
-        plan = advice.plan("photos_s16", {"runtime.precision": "bf16"}, PHOTOS, GPU)
+        plan = plan_run("photos_s16", {"runtime.precision": "bf16"}, PHOTOS, GPU)
         assert plan.config.runtime.accumulate == parts
         asked = {"runtime.precision": "bf16", "runtime.accumulate": 4}
-        assert advice.plan("photos_s16", asked, PHOTOS, GPU).config.runtime.accumulate == 4
+        assert plan_run("photos_s16", asked, PHOTOS, GPU).config.runtime.accumulate == 4
 
 
 def test_few_images_do_not_mean_a_checkpoint_every_second() -> None:
-    plan = advice.plan("photos_cpu", {}, PHOTOS, CPU)
+    plan = plan_run("photos_cpu", {}, PHOTOS, CPU)
     assert (
         plan.updates // (plan.config.runtime.save_every or plan.per_epoch) == 19
     )  # and one at the end
-    many = advice.plan("small_images", {}, replace(PHOTOS, count=10**6), CPU)
+    many = plan_run("small_images", {}, replace(PHOTOS, count=10**6), CPU)
     assert many.config.runtime.save_every == many.per_epoch
 
 
@@ -216,7 +217,7 @@ def test_a_sample_is_enough_to_know_images_by() -> None:
     ],
 )
 def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
-    assert advice.spoken(seconds) == words
+    assert spoken(seconds) == words
 
 
 # ------------------------------------------------------------------------------ objections
@@ -259,7 +260,7 @@ def test_objections(
 ) -> None:
     found = replace(PHOTOS, **({"count": 5000} | facts))
     config = configure(PRESETS[preset].for_images(found.count, changes))
-    warned = advice.warnings(advice.Plan(preset, changes, config, found, device))
+    warned = advice.warnings(Plan(preset, changes, config, found, device))
     assert said in " ".join(warned)
     assert len(warned) == bool(said)
 
@@ -267,7 +268,7 @@ def test_objections(
 def test_photographs_that_take_longer_to_read_than_to_learn_from_are_told() -> None:
     large = Facts(count=5000, side=3000, read_seconds=10.0, workers=2)
     for facts, told in ((large, True), (replace(large, read_seconds=1e-6), False)):
-        plan = advice.plan("photos_cpu", {**SMALLER, "image_size": 96}, facts, CPU)
+        plan = plan_run("photos_cpu", {**SMALLER, "image_size": 96}, facts, CPU)
         said = " ".join(advice.warnings(plan))
         assert ("reading images of 3000 px takes most of the time" in said) == told
 
@@ -301,7 +302,7 @@ def test_check_recommends_three_commands_that_work_as_they_stand(
     best, faster, better = commands
     assert best == f"stopmim pretrain photos --preset photos_cpu {changed} --out runs/photos"
     assert re.search(r"about \d+ \w+, 0\.\d GiB of memory\n", text)
-    assert f"for 40 images of 240 px on {advice.machine(CPU)}: without a GPU" in text
+    assert f"for 40 images of 240 px on {machine(CPU)}: without a GPU" in text
     epochs = []
     for command in (faster, best, better):
         assert main([*shlex.split(command)[1:], "--dry-run"]) == 0

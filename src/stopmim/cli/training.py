@@ -39,7 +39,8 @@ class Check:
 
     def __call__(self) -> None:
         from stopmim.data.check import check
-        from stopmim.train.advice import plan_for, recommend
+        from stopmim.train.advice import recommend
+        from stopmim.train.plan import plan_for
 
         plan = plan_for(self.data, self.preset, self.changes)
         report = check(self.data, plan.config, fix_list=self.fix_list, limit=self.limit)
@@ -73,7 +74,7 @@ class Pretrain:
             raise UserError("pretrain: --sbatch has no effect without --slurm NODESxGPUS")
         if self.dry_run and not self.slurm:
             from stopmim.method.build import describe
-            from stopmim.train.advice import dry_config
+            from stopmim.train.plan import dry_config
 
             print(describe(dry_config(self.data, self.preset, self.changes)), end="")
             return

@@ -44,6 +44,7 @@ from stopmim.train.distributed import World, agree, is_broken, joined, paralleli
 from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
+from stopmim.train.plan import first_config
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Step, build_step
 from stopmim.weights.load import apply_init
@@ -71,7 +72,7 @@ def pretrain(
     """
     path = Path(out)
     with joined() as world:  # torchrun's ranks, or this process alone
-        config = advice.first_config(preset, overrides, path)
+        config = first_config(preset, overrides, path)
         device = choose_device(config.runtime.device, world.local_rank)
         advice.refuse_hopeless(config, preset, device, data, path)
         if not (path / "run.json").exists():
