@@ -32,7 +32,7 @@ weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load
 weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
-train.draws train.progress train.loop
+train.draws train.cost train.plan train.advice train.progress train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results
 evals.views evals.features evals.adapter evals.recipes evals.feature_files evals.heads evals.request
 evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol

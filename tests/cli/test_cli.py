@@ -77,6 +77,7 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
         ("inspect {tmp}/features.npz", 4, "an archive without weights"),
         ("inspect {tmp}/run", 4, "run: no such file or folder; give a run or a file of weights"),
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
+        ("pretrain x --out y --slurm 1x1", 2, "pretrain: --slurm needs --preset: the choice"),
         ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
         ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"?; presets are'),
         ("pretrain x --out y --preset my.yaml", 2, "my.yaml: no such file; `stopmim presets`"),
@@ -116,7 +117,11 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
-        ("presets tiny_cpuu", 2, 'no such preset; did you mean "tiny_cpu"?; presets are tiny_cpu'),
+        (
+            "presets tiny_cpuu",
+            2,
+            'no such preset; did you mean "tiny_cpu"?; presets are photos_s16',
+        ),
         ("bench speed", 2, "invalid choice 'speed'"),
         ("bench masks --rounds 0", 2, "--rounds 0: expected 1 or more"),
         ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),
@@ -268,19 +273,21 @@ def test_help_and_version_do_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_preset_is_listed_with_network_pixels_and_cost_in_80_columns(
+def test_every_preset_is_a_row_of_a_table_of_80_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    named = [line.split()[0] for line in lines[1:-2:2]]
-    assert named == [*PRESETS]
-    assert named[:3] == ["tiny_cpu", "small_images", "continue_b16"]  # newcomers first
-    assert lines[1].split() == ["tiny_cpu", "ViT-Micro/6", "48", "about", "4", "minutes"]
-    for line, about in zip(lines[1:-2:2], lines[2:-2:2], strict=True):
-        assert re.search(r"ViT-\w+/\d+ +\d+(-\d+)?  (.*(minutes|hours)|not measured)$", line)
-        assert about.strip() in {preset.about for preset in PRESETS.values()}
+    rows = lines[1 : lines.index("")]
+    assert [row.split()[0] for row in rows] == [*PRESETS]
+    assert [*PRESETS][:4] == ["photos_s16", "photos_b16", "photos_cpu", "small_images"]
+    assert lines[0].split() == ["preset", "pixels", "network", "runs", "on", "GiB", "time", "for"]
+    cells = ["small_images", "32-96", "ViT-S/8", "1", "GPU", "1.2", "2", "min", "50k"]
+    assert rows[3].split() == cells
+    measured = r"(\d+(\.\d)?|-) +(>?\d+ h|[\d.]+ min|-) +([\d.]+[kM]|-)$"
+    for row in rows:
+        assert re.search(rf"\d(\+|-\d+)? +ViT-\w+/\d+ +(CPU|1 GPU|GPUs) +{measured}", row), row
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,11 +7,11 @@ import pytest
 
 from stopmim import Run
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench.step import likeliest_step
 from stopmim.cli import demo, main
 from stopmim.insight.report import page as report
 from stopmim.method import masks as masking
 from stopmim.method.build import configure
+from stopmim.train.cost import likeliest_step
 
 
 def test_the_demo_pretrains_evaluates_and_reports(

@@ -67,6 +67,11 @@ def test_a_value_of_the_wrong_type_is_named_with_its_key(key: str, value: Any) -
         ({"predictor.width": 10}, "predictor.width: input should be a multiple of 4"),
         ({"runtime.accumulate": 3}, "3 parts do not divide the batch of 2048"),
         ({"runtime.keep": 1}, "runtime.keep: input should be greater than or equal to 2"),
+        (
+            {"masking.context_length": 1.5},
+            "masking.context_length: must be a number of patches, or",
+        ),
+        ({"masking.context_length": 0}, "context_length: must be a number of patches, or a share"),
         ({"data.crop_scale": [1.0, 0.3]}, "data.crop_scale: must be 0 < smallest <= largest"),
         ({"masking.target_scale": [0.0, 0.2]}, "masking.target_scale.0: input should be greater"),
         ({"masking.ratio": 0.5}, "masking: ratio has no effect with kind: multiblock"),

@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,16 +29,13 @@ from stopmim.bench.timing import Line
 from stopmim.config.schema import Config
 from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
-from stopmim.gpu.devices import choose_device, choose_precision
+from stopmim.gpu.devices import choose_device
 from stopmim.method import masks as masking
-from stopmim.method.build import build, build_sampler, configure, draw_masks
+from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import masked_loss
 from stopmim.method.model import Batch
 from stopmim.method.predictor import Noise
-from stopmim.train.draws import draw_noise
-from stopmim.train.optimizer import adamw
-from stopmim.train.rates import rates
-from stopmim.train.step import Part, build_step
+from stopmim.train.cost import likeliest_step, trial_update
 
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
 
@@ -230,27 +227,13 @@ def _update(
     config: Config, kind: MaskSource, device: torch.device
 ) -> tuple[Callable[[], None], masking.Masks]:
     """A function that makes one update, always with the same masks and images; and the masks."""
-    amp, now = choose_precision(config.runtime.precision, device), rates(config.optim, 0, 1000)
-    model, step = build(config).to(device).train(), likeliest_step(config)
     parts = shares(config.optim.batch_size, config.runtime.accumulate)
-    make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
-    generator = torch_generator("bench", device=device)
-    shape = (parts[0].stop, 3, config.image_size, config.image_size)
-    images = torch.randn(shape, generator=generator, device=device)
     if kind == "published":
+        generator = torch_generator("bench", device=device)
         masks = [published_masks(config, parts[0].stop, generator)] * len(parts)
     else:
-        masks = draw_masks(config, step, parts, device)
-
-    def prepared() -> Iterator[Part]:
-        for m, part in zip(masks, parts, strict=True):
-            noise = draw_noise(model.predictor, m, part, config, step, amp or torch.float32)
-            yield Batch(images, *m), noise
-
-    def update() -> None:
-        make(prepared(), now)
-
-    return update, masks[0]
+        masks = draw_masks(config, likeliest_step(config), parts, device)
+    return trial_update(config, parts, masks, device), masks[0]
 
 
 def published_masks(config: Config, batch: int, generator: torch.Generator) -> masking.Masks:
@@ -284,18 +267,6 @@ def count_flops(config: Config, masks: masking.Masks) -> float:
             batch = Batch(images, context, targets)
             masked_loss(model, model.target, batch, noise).loss.backward()
     return counter.get_total_flops() * config.optim.batch_size
-
-
-def likeliest_step(config: Config) -> int:
-    """A step whose target blocks have the likeliest size, so that one shape is compiled."""
-    sampler = build_sampler(config)
-    blocks = sampler.blocks()
-    likeliest = max(blocks, key=lambda block: blocks[block], default=None)
-    for step in range(10_000):
-        drawn = sampler.sizes(config.seed, step)
-        if drawn is None or drawn.target == likeliest:
-            return step
-    raise ValueError(f"no step draws blocks of {likeliest}")
 
 
 def matmul_rate(device: torch.device) -> float:

@@ -35,6 +35,13 @@ DataSource = Annotated[
 PresetOrFile = Annotated[
     str, arg(metavar="NAME|FILE", help="a name from `stopmim presets`, or a YAML file")
 ]
+PresetOrNothing = Annotated[
+    str | None,
+    option(
+        "NAME|FILE",
+        "a name from `stopmim presets`, or a YAML file; default: what suits images and machine",
+    ),
+]
 Branch = Annotated[
     Literal["target", "context"],
     arg(help="target: the EMA encoder, which papers evaluate; context: the trained one"),

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional
 
 from stopmim.base.errors import UserError, did_you_mean
+from stopmim.base.tables import aligned
 from stopmim.cli.options import option
 from stopmim.config.architectures import printed
 
 if TYPE_CHECKING:
     from stopmim.config.presets import Preset
+
+FOOT = """\
+pixels: shorter side of the images; GiB: peak memory; time: for so many images,
+on one H200 or two CPU cores; -: not measured. `stopmim check DATA` chooses for
+your images and this machine, `stopmim presets NAME` says more about one."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,20 @@ class Presets:
 
 
 def listing(presets: "list[Preset]") -> str:
-    """All presets, in two lines of at most 80 characters each."""
-    lines = [f"{'preset':28} {'network':12} {'pixels':>6}  cost"]
-    for preset in presets:
-        network, pixels = printed(preset.config.arch), _pixels(preset, "-")
-        lines.append(f"{preset.name:28} {network:12} {pixels:>6}  {preset.cost.text}")
-        lines.append(f"  {preset.about}")
-    lines += ["", "Hours are of one H200 for ImageNet-1k. More about one: stopmim presets NAME"]
-    return "\n".join(lines)
+    """All presets as a table of at most 80 characters."""
+    rows = [
+        {
+            "preset": preset.name,
+            "pixels": _pixels(preset, "-"),
+            "network": printed(preset.config.arch),
+            "runs on": preset.needs.hardware,
+            "GiB": f"{preset.needs.memory_gib:g}" if preset.needs.memory_gib else "-",
+            "time": _time(preset),
+            "for": _compact(preset.cost.images) if _time(preset) != "-" else "-",
+        }
+        for preset in presets
+    ]
+    return f"{aligned(rows, right=('GiB', 'time', 'for'))}\n\n{FOOT}"
 
 
 def details(preset: "Preset") -> str:
@@ -52,9 +64,13 @@ def details(preset: "Preset") -> str:
         "images": f"{_pixels(preset, ' to ')} px",
         "hardware": needs.hardware,
         "cost": ", ".join(filter(None, [*time, cost.note])),
-        "memory": f"{needs.memory_gib} GiB per GPU for {needs.batch} images at a time"
+        "memory": f"{needs.memory_gib} GiB{'' if needs.hardware == 'CPU' else ' per GPU'} for "
+        f"{needs.batch} images at a time"
         if needs.memory_gib
         else "not measured",
+        "epochs": f"{preset.config.optim.epochs} of {cost.images:,} images, more of fewer"
+        if preset.scales
+        else "",
         "expect": preset.expects,
         "notes": preset.notes,
     }
@@ -65,4 +81,17 @@ def details(preset: "Preset") -> str:
 
 
 def _pixels(preset: "Preset", between: str) -> str:
-    return between.join(map(str, dict.fromkeys(preset.needs.pixels)))
+    low, high = preset.needs.pixels
+    return f"{low}+" if high is None else between.join(map(str, dict.fromkeys((low, high))))
+
+
+def _time(preset: "Preset") -> str:
+    cost = preset.cost
+    if cost.hours is not None:
+        return f"{'>' if cost.is_lower_bound else ''}{cost.hours} h"
+    return "-" if cost.minutes is None else f"{cost.minutes:g} min"
+
+
+def _compact(count: int) -> str:
+    """50,000 as 50k, and 1,281,167 as 1.3M."""
+    return f"{count / 1e6:.2g}M" if count >= 1e6 else f"{count / 1e3:.2g}k"

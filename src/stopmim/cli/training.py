@@ -8,7 +8,7 @@ from tyro.conf import Positional, arg
 
 from stopmim.base.console import busy, is_first_rank, say
 from stopmim.base.errors import DataError, RowsFailedError, UserError
-from stopmim.cli.options import Changes, DataSource, PresetOrFile, option
+from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,27 @@ class Demo:
 
 @dataclass(frozen=True)
 class Check:
-    """Look for broken images and duplicates, and estimate what training would cost."""
+    """Look for broken images and duplicates, and recommend a command to train with."""
 
     data: DataSource
-    preset: PresetOrFile = "vit_b16_stop"
+    preset: PresetOrNothing = None
     fix_list: Annotated[Path | None, option("FILE.jsonl")] = None
-    """write a list of broken images, for pretrain --data.skip and eval --skip"""
+    """write a list of broken and leaked images, for pretrain --data.skip and eval --skip"""
     limit: Annotated[int | None, option("INT")] = None
     """read only this many images of each split, evenly spaced"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
         from stopmim.data.check import check
+        from stopmim.train.advice import recommend
+        from stopmim.train.plan import plan_for
 
-        report = check(
-            self.data, self.preset, self.changes, fix_list=self.fix_list, limit=self.limit
-        )
+        plan = plan_for(self.data, self.preset, self.changes)
+        report = check(self.data, plan.config, fix_list=self.fix_list, limit=self.limit)
         print(report.text())
         if report.problem:
             raise DataError(report.problem)
+        print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Pretrain:
     data: DataSource
     out: Annotated[Path | None, option("RUN")] = None
     """run directory; a run that is already there is resumed"""
-    preset: PresetOrFile = "vit_b16_stop"
+    preset: PresetOrNothing = None
     dry_run: bool = False
     """print every config key with its meaning, as a file for --preset, or the SLURM script"""
     slurm: Annotated[str | None, option("NODESxGPUS")] = None
@@ -71,13 +73,19 @@ class Pretrain:
         if self.sbatch and not self.slurm:
             raise UserError("pretrain: --sbatch has no effect without --slurm NODESxGPUS")
         if self.dry_run and not self.slurm:
-            from stopmim.method.build import configure, describe
+            from stopmim.method.build import describe
+            from stopmim.train.plan import dry_config
 
-            print(describe(configure(self.preset, self.changes)), end="")
+            print(describe(dry_config(self.data, self.preset, self.changes)), end="")
             return
         if self.out is None:
             raise UserError("pretrain: --out is missing; name the run directory: --out runs/first")
-        if self.slurm:
+        if self.slurm and self.preset is None:
+            raise UserError(
+                "pretrain: --slurm needs --preset: the choice would be made for this machine; "
+                "`stopmim presets` lists them"
+            )
+        if self.slurm and self.preset:
             from stopmim.train.slurm import script, submit
 
             text = script(self.data, self.out, self.preset, self.changes, self.slurm, self.sbatch)

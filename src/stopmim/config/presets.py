@@ -1,15 +1,20 @@
 """Presets: complete configs, each with its cost, its needs and the numbers to expect.
 
-They are in presets.yaml. ``PRESETS["tiny_cpu"]()`` and ``presets.tiny_cpu()`` return the config.
+They are in presets.yaml. ``PRESETS["tiny_cpu"]()`` and ``presets.tiny_cpu()`` return the config;
+``presets.photos_s16.for_images(300)`` returns it with the epochs that 300 images need.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from stopmim.config.schema import Config, Section, override
+from stopmim.config.schema import Config, Section, flatten, override
 from stopmim.config.yaml_text import parse_yaml, validate
 
 IMAGENET = 1_281_167  # training images of ImageNet-1k
+ENOUGH = 2000  # updates; runs of docs/results.md half as long had not learned what k-NN can use
 
 
 class Cost(Section):
@@ -18,7 +23,7 @@ class Cost(Section):
     hours: int | None = None
     minutes: float | None = None
     images: int = IMAGENET
-    """size of the data set that this time is for"""
+    """size of the data set that this time and the preset's epochs are for"""
     is_lower_bound: bool = False
     note: str = ""
 
@@ -32,13 +37,13 @@ class Cost(Section):
 class Needs(Section):
     """Images, hardware and memory that a preset is made for."""
 
-    pixels: tuple[int, int] = (224, 224)
-    """edge of the images: smallest, largest"""
-    hardware: str = "GPUs"
+    pixels: tuple[int, int | None] = (224, 224)
+    """shorter side of the images: smallest, largest; null: any"""
+    hardware: Literal["CPU", "1 GPU", "GPUs"] = "GPUs"
     memory_gib: float | None = None
-    """measured peak on one GPU; null: not measured"""
+    """measured peak on one GPU, or of the processes on a CPU; null: not measured"""
     batch: int | None = None
-    """images at a time on that GPU"""
+    """images at a time when it was measured"""
     init: bool = False
     """an encoder to start from"""
 
@@ -56,9 +61,38 @@ class Preset:
     notes: str = ""  # why the settings are what they are
     data: str = "imagenet/train"  # of the command
     options: str = ""  # of the command
+    scales: bool = False  # epochs follow the number of images
 
     def __call__(self) -> Config:
         return self.config
+
+    def for_images(self, count: int, changes: Mapping[str, Any] | None = None) -> Config:
+        """The config for `count` images, with `changes`.
+
+        The epochs of a preset that scales are for `cost.images`. Other numbers of images get
+        sqrt(cost.images / count) times as many, and never fewer than make ENOUGH updates: a quarter
+        of the images is seen twice as often in half as many updates. The warm-up keeps its share.
+        A batch that is larger than the data set is halved until it is not.
+        """
+        changes = changes or {}
+        if not self.scales:
+            return override(self.config, changes)
+        given = dict(flatten(changes))
+        # Wrong values are refused here. Without warm-up, since that follows from the epochs.
+        asked = override(self.config, {"optim.warmup_epochs": 0, **changes}).optim
+        batch, epochs = asked.batch_size, asked.epochs
+        while batch > count and batch > 1 and "optim.batch_size" not in given:
+            batch //= 2
+        if "optim.epochs" not in given:
+            rarer = self.config.optim.epochs * math.sqrt(self.cost.images / count)
+            epochs = max(1, round(rarer), math.ceil(ENOUGH / max(1, count // batch)))
+        share = self.config.optim.warmup_epochs / self.config.optim.epochs
+        fitted = {
+            "optim.batch_size": batch,
+            "optim.epochs": epochs,
+            "optim.warmup_epochs": round(share * epochs, 2),
+        }
+        return override(self.config, {**fitted, **changes})
 
     @property
     def command(self) -> str:

@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from stopmim.base.errors import UserError
 from stopmim.config.architectures import parse_arch
@@ -16,7 +23,16 @@ def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
     return pair
 
 
+def _count_or_share(value: object) -> object:
+    # One message of ours: a union would give one for each of its types.
+    fits = value >= 1 if type(value) is int else type(value) is float and 0 < value <= 1
+    if not fits and value is not None:
+        raise ValueError(f"must be a number of patches, or a share of them as 0.4, got {value!r}")
+    return value
+
+
 Compat = Literal["released"]
+Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 FractionRange = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
 Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
@@ -61,8 +77,8 @@ class MaskingConfig(Section):
     """height of a rectangle over its width: smallest, largest"""
     context_scale: FractionRange = (0.85, 1.0)
     """area of the visible square, before rectangles are cut out of it: smallest, largest"""
-    context_length: int | None = Field(default=None, ge=1)
-    """patches the encoder sees; null: 28 % of the grid"""
+    context_length: Annotated[Count | Fraction | None, BeforeValidator(_count_or_share)] = None
+    """patches the encoder sees: their number, or a share of the grid; null: 28 %"""
     compat: Compat | Literal["none"] | None = None
     """released: the released sampler with its bias; none: corrected; null: as the main compat"""
     ratio: float = Field(default=0.75, gt=0, lt=1)
@@ -251,6 +267,12 @@ class Config(Section):
         """Patches along one edge of the grid."""
         return self.image_size // parse_arch(self.arch)[1]
 
+    @property
+    def context_length(self) -> int | None:
+        """`masking.context_length` as a number of patches."""
+        length = self.masking.context_length
+        return max(1, round(length * self.side**2)) if isinstance(length, float) else length
+
 
 def resolve(config: Config) -> Config:
     """`config` with every null default filled in, as `run.json` records it."""
@@ -265,6 +287,7 @@ def resolve(config: Config) -> Config:
     filled = {
         "positions.sigma": sigma,
         "masking.compat": compat if config.masking.kind == "multiblock" else None,
+        "masking.context_length": config.context_length,
         "data.augmentation": config.data.augmentation or config.compat or "crop",
         "predictor.depth": config.predictor.depth or size.predictor_depth,
         "predictor.heads": config.predictor.heads or size.heads,

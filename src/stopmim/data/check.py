@@ -12,7 +12,6 @@ import numpy as np
 
 from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
-from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.duplicates import groups
 from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
@@ -28,7 +27,6 @@ SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
 LONGEST = 2  # sides; of a longer image a square crop loses more than half
-FEW_UPDATES = 1000  # runs of docs/results.md this short had not learned what k-NN can use
 
 Row = tuple[str, str]  # left and right column of the report
 
@@ -38,7 +36,6 @@ class Report:
     """Findings of `check`; `text` is for people, `problem` is None if the images are usable."""
 
     source: str
-    preset: str
     config: Config
     images: int  # in the data set
     seconds: float
@@ -114,7 +111,7 @@ class Report:
             size = self.config.image_size
             rows += [("size", f"shorter side {_range(self.sides, 'px')}")]
             small = sum(side < size for side in self.sides) / len(self.sides)
-            rows += [("", f"{small:.1%} below the {size} px of {self.preset}")]
+            rows += [("", f"{small:.1%} below the {size} px that training takes")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
         rows += [("kinds", kinds or "none")]
         rows += [*self._similar(), *broken]
@@ -125,7 +122,7 @@ class Report:
         if self.test:
             count, labels, broken = self.test._summary()
             rows += [("test", count), *labels, *broken, *self._leakage()]
-        rows += [("training", self._training()), ("verdict", self.verdict)]
+        rows += [("verdict", self.verdict)]
         wrap = textwrap.TextWrapper(
             WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
         )
@@ -186,24 +183,10 @@ class Report:
             for test, train, same in self.leaked[:GROUPS]
         ]
 
-    def _training(self) -> str:
-        optim = self.config.optim
-        steps, size = self.images // optim.batch_size, f"{optim.batch_size:,} images"
-        if not steps:
-            return f"{self.preset}: none, an update takes {size}"
-        text = f"{self.preset}: {optim.epochs:,} epochs of {steps:,} updates with {size}"
-        if optim.epochs * steps < FEW_UPDATES:
-            enough = -(-2 * FEW_UPDATES // steps)
-            return f"{text}; that is too little to learn from, try --optim.epochs {enough}"
-        known = PRESETS.get(self.preset)
-        if known is not None and known.cost.hours is not None:
-            text += f"; about {known.cost.hours * self.images / IMAGENET:.1f} hours of one H200"
-        return text
-
 
 def check(
     data: str | Path | Images,
-    preset: str = "vit_b16_stop",
+    preset: str | Path | Config,
     changes: dict[str, Any] | None = None,
     *,
     fix_list: Path | None = None,
@@ -241,7 +224,7 @@ def check(
     read = [_read(images, config, limit) for _, images in splits]
     copies = find_copies([facts for facts, _ in read])
     reports = [
-        _report(source, preset, config, images, facts, found, seconds)
+        _report(source, config, images, facts, found, seconds)
         for (source, images), (facts, seconds), found in zip(splits, read, copies, strict=True)
     ]
     report = replace(reports[0], refused=refused)
@@ -263,9 +246,8 @@ def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, flo
 
 
 def _report(
-    source: str, preset: str, config: Config, images: Images, facts: Facts, copies: Copies,
-    seconds: float,
-) -> Report:  # fmt: skip
+    source: str, config: Config, images: Images, facts: Facts, copies: Copies, seconds: float
+) -> Report:
     rows, whole = facts.rows, underlying(images)
     short, long = (f(rows["height"], rows["width"]) for f in (np.minimum, np.maximum))
 
@@ -275,7 +257,6 @@ def _report(
     one_each = np.unique(copies.same, return_index=True)[1]
     return Report(
         source=source,
-        preset=str(preset),
         config=config,
         images=len(images),
         seconds=seconds,

@@ -181,7 +181,7 @@ def build_sampler(config: Config) -> MaskSampler:
                 m.target_scale,
                 m.target_aspect,
                 m.context_scale,
-                m.context_length,
+                config.context_length,
             )
         case unknown:
             assert_never(unknown)

@@ -37,14 +37,16 @@ from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every
-from stopmim.method.build import build, configure
+from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
+from stopmim.train import advice
 from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
+from stopmim.train.plan import first_config
 from stopmim.train.progress import Progress, announce
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Step, build_step
@@ -56,7 +58,7 @@ SLOW = 0.5  # seconds per update; above this, ranks poll for signals at every st
 def pretrain(
     data: str | Path | Images,
     out: str | Path,
-    preset: str | Path | Config = "vit_b16_stop",
+    preset: str | Path | Config | None = None,
     *,
     stop_at: int | None = None,
     **overrides: Any,
@@ -66,13 +68,16 @@ def pretrain(
     Args:
         data: a folder or another source of images (docs/data.md), or any `stopmim.data.Images`.
         out: the run directory; runs/run.py lists its contents.
-        preset: a name from `stopmim.presets`, a YAML file, or a Config.
+        preset: a name from `stopmim.presets`, a YAML file, or a Config; by default the preset that
+            suits the images and the machine, or the config of the run that is resumed.
         stop_at: ends after this many updates, as an interruption would; for tests and trials.
         overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
     """
     path = Path(out)
     with joined() as world:  # torchrun's ranks, or this process alone
-        config = configure(preset, overrides, to_train=True)
+        config = first_config(preset, overrides, path)
+        device = choose_device(config.runtime.device, world.local_rank)
+        advice.refuse_hopeless(config, preset, device, data, path)
         if not (path / "run.json").exists():
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
@@ -80,6 +85,7 @@ def pretrain(
                 images = _read(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
+                config = advice.settle(preset, overrides, images, device, path, world.size)
                 if world.first:
                     announce(path, images, config, preset, world)
                 train(images, source, path, config, stop_at, world)

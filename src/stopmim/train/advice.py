@@ -1,0 +1,171 @@
+"""What is said about a run before it starts: the choice, objections, alternatives.
+
+`pretrain` without a preset, and `check`, make the same choice: see plan.py.
+"""
+
+import shlex
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim.base.console import is_first_rank, say, warn
+from stopmim.base.errors import UserError
+from stopmim.config.presets import ENOUGH, PRESETS
+from stopmim.config.schema import Config
+from stopmim.data.images import Images
+from stopmim.data.sources.source import printable
+from stopmim.data.workers import cores
+from stopmim.train import cost
+from stopmim.train.plan import (
+    CANDIDATES,
+    SMALL,
+    Plan,
+    choose,
+    first_config,
+    known_preset,
+    machine,
+    plan_run,
+    spoken,
+)
+
+LARGER = {"photos_s16": "photos_b16"}
+FEW = 1000  # images
+DETAIL = 224  # pixels: the usual size of ViTs, beyond which detail is never missed here
+HOPELESS = 1e13  # operations per update; presets for one GPU have fewer, those of the paper more
+RATE = 2e11  # operations per second that no core of a CPU exceeds
+ALTERNATIVE = 4  # times as fast, or as long
+WIDTH = 80
+
+
+def settle(
+    preset: str | Path | Config | None,
+    changes: Mapping[str, Any],
+    images: Images,
+    device: torch.device,
+    out: Path,
+    ranks: int,
+) -> Config:
+    """The config of a run on `images`; says what was chosen, and what speaks against it."""
+    known, resumed = known_preset(preset), (out / "run.json").exists()
+    slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
+    fixed = resumed if preset is None else not known or not (known.scales or slow)
+    if fixed:
+        return first_config(preset, changes, out)
+    found = plan_run(preset, changes, cost.look(images), device, out, ranks)
+    if is_first_rank() and not resumed:
+        if preset is None:
+            say(f"preset {found.preset} for {found.where}: {found.lasts}")
+        for text in warnings(found):
+            warn(text)
+    return found.config
+
+
+# ------------------------------------------------------------------------------ objections
+
+
+def refuse_hopeless(
+    config: Config, preset: object, device: torch.device, data: object, out: Path
+) -> None:
+    """Raises UserError for a run on a CPU whose single updates would take minutes.
+
+    Decided by the number of operations: a measurement would itself take minutes.
+    """
+    flops = cost.work(config, device).flops * config.optim.batch_size
+    if device.type == "cpu" and flops > HOPELESS:
+        name = f"{preset} is" if isinstance(preset, str | Path) else "this config is"
+        place = data if isinstance(data, str | Path) else "DATA"
+        words = ["pretrain", str(place), "--preset", CANDIDATES["cpu"][0], "--out", str(out)]
+        raise UserError(
+            f"{name} made for GPUs: on {machine(device)} each of its updates would take more than "
+            f"{spoken(flops / RATE / cores())}; use stopmim {shlex.join(words)}"
+        )
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What a person should know before the run starts, one line each."""
+    config, facts, on_cpu = plan.config, plan.facts, plan.device.type == "cpu"
+    said, size, suits = list[str](), config.image_size, choose(facts, plan.device)
+    if not plan.per_epoch:
+        return [f"{facts.count} images do not fill one batch of {config.optim.batch_size}"]
+    known = PRESETS.get(plan.preset)
+    if on_cpu and known and known.needs.hardware != "CPU":
+        said.append(
+            f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "
+            f"here; --preset {suits} is for CPUs"
+        )
+    if min(facts.side, DETAIL) >= 2 * size:
+        finer = "photos_s16 on a GPU" if on_cpu else suits
+        said.append(
+            f"images of {facts.side} px are reduced to {size} px, and fine detail is lost; "
+            f"--preset {finer} keeps more"
+        )
+    if plan.updates < ENOUGH // 2:
+        enough = -(-ENOUGH // plan.per_epoch)
+        said.append(
+            f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
+        )
+    reading = facts.read_seconds * config.optim.batch_size / max(1, facts.workers)
+    if facts.side > 4 * DETAIL and reading > plan.seconds / plan.updates / 2:
+        said.append(
+            f"reading images of {facts.side} px takes most of the time; copies with a shorter side "
+            f"of {2 * DETAIL} px are read many times as fast"
+        )
+    if facts.count < FEW:
+        better = "features --encoder" if on_cpu else "pretrain --preset continue_b16 --init"
+        said.append(
+            f"{facts.count:,} images are few to learn from: expect a few points over random init; "
+            f"a public encoder may serve better: stopmim {better} FILE"
+        )
+    return said
+
+
+# ------------------------------------------------------------------------------ saying it
+
+
+def recommend(data: str, plan: Plan, chosen: bool) -> str:
+    """The plan as text: a command, why, how long; two alternatives if it was `chosen` here."""
+    data = printable(data)
+    lines = ["recommended" if chosen else "plan", f"  {plan.command(data)}"]
+    lines += _wrapped(plan.what, plan.takes, f"for {plan.where}{_reason(plan)}" if chosen else "")
+    for label, other in _alternatives(plan) if chosen and plan.updates else []:
+        lines += [label, f"  {other.command(data)}", *_wrapped(other.what, other.takes)]
+    for text in warnings(plan):
+        lines += textwrap.wrap(f"warning: {text}", WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _reason(plan: Plan) -> str:
+    """Why this preset was chosen, to follow what it was chosen for."""
+    if plan.device.type == "cpu":
+        return ": without a GPU, a small network on small crops"
+    size = plan.config.image_size
+    few = f"too small for more than {size} px" if size < SMALL else f"large enough for {size} px"
+    return f": a GPU, and images {few}"
+
+
+def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
+    """A faster and a better run than the recommended one."""
+    epochs = plan.config.optim.epochs
+    faster = _with(plan, {"optim.epochs": max(1, epochs // ALTERNATIVE)})
+    if plan.preset in LARGER:
+        larger = _with(replace(plan, preset=LARGER[plan.preset]), {})
+        return [("faster, for a first look", faster), ("better, a larger network", larger)]
+    longer = _with(plan, {"optim.epochs": ALTERNATIVE * epochs})
+    return [("faster, for a first look", faster), ("better, if you have the time", longer)]
+
+
+def _with(base: Plan, changes: Mapping[str, Any]) -> Plan:
+    return plan_run(base.preset, {**base.changes, **changes}, base.facts, base.device)
+
+
+def _wrapped(*texts: str) -> list[str]:
+    indent = " " * 6
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    ]

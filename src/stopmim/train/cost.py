@@ -1,0 +1,199 @@
+"""Time and memory that a run takes on the machine at hand, before it starts.
+
+Memory follows from the shapes of the network. Time is measured: an update or two on random images,
+and a few images read from the data set.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from stopmim.base.random_keys import torch_generator
+from stopmim.config.architectures import parse_arch
+from stopmim.config.schema import Config, override
+from stopmim.data.decode import BadImageError
+from stopmim.data.images import Images
+from stopmim.data.workers import cores, default_workers
+from stopmim.gpu.devices import choose_precision
+from stopmim.method.build import build, build_sampler, build_target, draw_masks
+from stopmim.method.masks import Masks
+from stopmim.train.draws import draw_noise
+from stopmim.train.optimizer import adamw
+from stopmim.train.rates import rates
+from stopmim.train.step import Part, build_step
+
+SAMPLE = 16  # images that are read to see their size and how long reading takes
+TRIAL_FLOPS = {"cpu": 5e10, "cuda": 1e14}  # of a trial update: about a second
+ROUNDS = 3  # updates that are timed; the fastest counts, since others may have been disturbed
+# Numbers that autograd keeps per token, channel and block; counted for every preset: 15 to 20.
+KEPT = 20
+PROCESS = 400 * 2**20  # bytes of Python with torch, on a CPU
+
+
+# ------------------------------------------------------------------------------ the images
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A few facts about a data set, from a sample of its images."""
+
+    count: int
+    side: int  # median of the shorter sides, in pixels; 0 if none of the sample can be read
+    read_seconds: float  # to read one image on one core
+    workers: int  # processes that would read them
+
+
+def look(images: Images) -> Facts:
+    """Reads SAMPLE images, evenly spaced."""
+    numbers = np.linspace(0, len(images) - 1, min(SAMPLE, len(images))).round().astype(int)
+    begin, sides = time.perf_counter(), list[int]()
+    for number in numbers.tolist():
+        try:
+            sides.append(min(images.read(number).shape[:2]))
+        except BadImageError:
+            continue
+    seconds = (time.perf_counter() - begin) / max(1, len(numbers))
+    side = int(np.median(sides)) if sides else 0
+    return Facts(len(images), side, seconds, default_workers(images))
+
+
+# ------------------------------------------------------------------------------ the network
+
+
+class Work(NamedTuple):
+    """Operations and memory of an update, by the shapes of its network."""
+
+    flops: float  # of matrix products, per image
+    state: float  # bytes of weights, gradients and moments
+    kept: float  # bytes kept for the backward pass, per image
+
+
+def work(config: Config, device: torch.device) -> Work:
+    """Computes the work of a config without building its network."""
+    size, _ = parse_arch(config.arch)
+    sampler, n = build_sampler(config), config.side**2
+    sizes = sampler.sizes(config.seed, likeliest_step(config))
+    masks = sampler.draw(1, torch_generator("shapes"), sizes)  # only their shapes matter
+    (targets, _, k), c = masks.targets.shape, masks.context.shape[1]
+    read = targets * (c + k)  # tokens of the predictor: each target apart
+    width, depth = config.predictor.width, config.predictor.depth or size.predictor_depth
+    encoder = size.depth * (4 + 2 * size.mlp_ratio) * size.width**2  # parameters
+    predictor = depth * 12 * width**2
+    follows = build_target(config).follows
+    # Two operations per weight and token forward, four backward; the teacher sees all, forward.
+    flops = encoder * (6 * c + (2 * n if follows else 0)) + 6 * predictor * read
+    state = 16 * (encoder + predictor) + (4 * encoder if follows else 0)
+    bytes_each = 4 if choose_precision(config.runtime.precision, device) is None else 2
+    kept = KEPT * bytes_each * (c * size.width * size.depth + read * width * depth)
+    return Work(flops, state, kept / 3 if config.runtime.recompute == "on" else kept)
+
+
+def memory(config: Config, device: torch.device) -> float:
+    """Bytes at the peak of an update of one process: on the GPU, or of the process on a CPU."""
+    needed, part = work(config, device), config.optim.batch_size / config.runtime.accumulate
+    return needed.state + part * needed.kept + (PROCESS if device.type == "cpu" else 0)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that an update may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    found = [math.inf]
+    for file, key in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
+        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+        words = [line.removeprefix(key).split() for line in lines if line.startswith(key)]
+        found += [float(w[0]) * (1024 if key else 1) for w in words[:1] if w[0].isdecimal()]
+    if found == [math.inf]:  # not Linux
+        found += [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
+    return min(found)
+
+
+# ------------------------------------------------------------------------------ the time
+
+
+def seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
+    """Measures an update on `device` and adds the time to read its images.
+
+    Nothing is compiled, which would take longer than the measurement; so a GPU is faster later.
+    """
+    batch = config.optim.batch_size
+    most = max(1, int(TRIAL_FLOPS[device.type] / work(config, device).flops))
+    n = min(batch // config.runtime.accumulate, most)
+    fewer = {"optim.batch_size": n, "runtime.accumulate": 1, "runtime.compile": "off"}
+    small, threads = override(config, fewer), torch.get_num_threads()
+    parts = [slice(0, n)]
+    torch.set_num_threads(config.runtime.threads or threads)
+    try:
+        masks = draw_masks(small, likeliest_step(small), parts, device)
+        update = trial_update(small, parts, masks, device)
+        update()  # allocates AdamW's moments
+        computing = min(_seconds(update, device) for _ in range(ROUNDS)) * batch / n
+        computes = torch.get_num_threads()
+        del update  # and its network
+    finally:
+        torch.set_num_threads(threads)
+    if device.type == "cuda":  # the run logs a peak of its own
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    reading, readers = batch * facts.read_seconds, max(1, facts.workers)
+    if device.type == "cuda":
+        return max(computing, reading / readers)
+    if not facts.workers:
+        return computing + reading
+    # Both compete for the same cores.
+    return max(computing, reading / readers, (computing * computes + reading) / cores())
+
+
+def _seconds(update: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    update()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def trial_update(
+    config: Config, parts: list[slice], masks: list[Masks], device: torch.device
+) -> Callable[[], None]:
+    """A function that makes one update, always with these masks and the same random images.
+
+    `parts` are the slices of the batch, as from `shares`, whose gradients are added up.
+    """
+    amp, now = choose_precision(config.runtime.precision, device), rates(config.optim, 0, 1000)
+    model, step = build(config).to(device).train(), likeliest_step(config)
+    make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
+    generator = torch_generator("bench", device=device)
+    shape = (parts[0].stop, 3, config.image_size, config.image_size)
+    images = torch.randn(shape, generator=generator, device=device)
+    sizes = build_sampler(config).sizes(config.seed, step)
+
+    def prepared() -> Iterator[Part]:
+        for m, part in zip(masks, parts, strict=True):
+            noise = draw_noise(model.predictor, m, part, config, step, amp or torch.float32)
+            yield model.target.batch(images, m, sizes and sizes.target), noise
+
+    def update() -> None:
+        make(prepared(), now)
+
+    return update
+
+
+def likeliest_step(config: Config) -> int:
+    """A step whose target blocks have the likeliest size, so that one shape is compiled."""
+    sampler = build_sampler(config)
+    blocks = sampler.blocks()
+    likeliest = max(blocks, key=lambda block: blocks[block], default=None)
+    for step in range(10_000):
+        drawn = sampler.sizes(config.seed, step)
+        if drawn is None or drawn.target == likeliest:
+            return step
+    raise ValueError(f"no step draws blocks of {likeliest}")

@@ -1,0 +1,231 @@
+"""A run before it starts: the preset that suits the images and the machine, and its config.
+
+What depends on the number of images or on the machine is settled once, when a run starts, and
+run.json records plain numbers.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopmim.base.console import warn
+from stopmim.base.errors import DataError, UserError
+from stopmim.config.architectures import printed
+from stopmim.config.presets import PRESETS, Preset
+from stopmim.config.schema import Config, OptimConfig, flatten
+from stopmim.data.skip import without_skipped
+from stopmim.data.sources.open import open_images
+from stopmim.data.workers import cores
+from stopmim.gpu.devices import choose_device
+from stopmim.method.build import configure
+from stopmim.runs.run import Run
+from stopmim.train import cost
+from stopmim.train.cost import Facts
+
+CANDIDATES = {"cpu": ("photos_cpu",), "cuda": ("photos_s16", "small_images")}
+SMALL = 128  # pixels: images with a shorter side than this are for small_images
+ROOM = 0.7  # share of the free memory that a run is planned for
+CHECKPOINTS = 20  # at most, in a run of many short epochs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has not started: its config, and what it takes on this machine."""
+
+    preset: str
+    changes: Mapping[str, Any]
+    config: Config
+    facts: Facts
+    device: torch.device
+
+    @property
+    def per_epoch(self) -> int:
+        return self.facts.count // self.config.optim.batch_size
+
+    @property
+    def updates(self) -> int:
+        return self.config.optim.epochs * self.per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Time of all updates, by one that is measured; on a GPU an upper bound."""
+        # How often it is made or saved does not change an update: alternatives share one measure.
+        optim = OptimConfig(batch_size=self.config.optim.batch_size)
+        runtime = self.config.runtime.model_copy(update={"save_every": None})
+        config = self.config.model_copy(update={"optim": optim, "runtime": runtime})
+        return self.updates * _seconds_per_update(config, self.facts, self.device)
+
+    @property
+    def lasts(self) -> str:
+        """Its time in words: "about 6 minutes"; on a GPU "up to", since nothing is compiled yet."""
+        return f"{'up to' if self.device.type == 'cuda' else 'about'} {spoken(self.seconds)}"
+
+    @property
+    def takes(self) -> str:
+        """Time and memory, in words."""
+        gib = cost.memory(self.config, self.device) / 2**30
+        return f"{self.lasts}, {gib:.1f} GiB of memory"
+
+    @property
+    def what(self) -> str:
+        """Network, size and length of the run."""
+        optim = self.config.optim
+        return (
+            f"{printed(self.config.arch)} at {self.config.image_size} px, {optim.epochs:,} epochs "
+            f"of {self.per_epoch:,} updates with {optim.batch_size} images"
+        )
+
+    @property
+    def where(self) -> str:
+        """The images and the machine that the run is for."""
+        return f"{self.facts.count:,} images of {self.facts.side} px on {machine(self.device)}"
+
+    def command(self, data: str) -> str:
+        """The complete command line of the run."""
+        words = ["stopmim", "pretrain", data, "--preset", self.preset]
+        for key, value in flatten(self.changes):
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+        name = re.split(r"[^\w-]", Path(data).name)[0]  # photos of photos.npz, scenes of scenes:64
+        return shlex.join([*words, "--out", f"runs/{name or 'first'}"])
+
+
+@cache
+def _seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
+    return cost.seconds_per_update(config, facts, device)
+
+
+# ------------------------------------------------------------------------------ choosing
+
+
+def choose(facts: Facts, device: torch.device) -> str:
+    """The preset for these images: by the device, then by their size."""
+    first, *others = CANDIDATES[device.type]
+    return others[0] if others and 0 < facts.side < SMALL else first
+
+
+def first_config(
+    preset: str | Path | Config | None, changes: Mapping[str, Any], out: Path | None = None
+) -> Config:
+    """The config as far as it is known before the images are; a mistake raises UserError.
+
+    `out` is the directory of a run that is about to start or to be resumed.
+    """
+    if preset is None and out and (out / "run.json").exists():  # nothing is chosen again
+        return configure(Run(out).config, dict(changes))
+    wrong, on_cpu = list[UserError](), dict(flatten(changes)).get("runtime.device") == "cpu"
+    kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+    for name in CANDIDATES[kind] if preset is None else (preset,):
+        try:
+            known = known_preset(name)
+            count = known.cost.images if known else 0
+            return _config(name, changes, count, to_train=out is not None)
+        except UserError as error:
+            wrong.append(error)
+    raise wrong[0]  # no candidate takes these changes
+
+
+def plan_run(
+    preset: str | Path | Config | None,
+    changes: Mapping[str, Any],
+    facts: Facts,
+    device: torch.device,
+    out: Path | None = None,
+    ranks: int = 1,
+) -> Plan:
+    """Settles what depends on the images and the machine; `out` may be a run to resume."""
+    resumed = Run(out).config if out and (out / "run.json").exists() else None
+    if preset is None and resumed:
+        return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)
+    chosen = choose(facts, device) if preset is None else preset
+    config, known = _config(chosen, changes, facts.count), known_preset(chosen)
+    if known and known.scales:
+        now = (
+            resumed.runtime.model_dump()
+            if resumed
+            else _runtime(config, facts.count, device, ranks)
+        )
+        settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
+        given = dict(flatten(changes))
+        config = configure(config, {key: n for key, n in settled.items() if key not in given})
+    name = config.arch if isinstance(chosen, Config) else str(chosen)
+    return Plan(name, changes, config, facts, device)
+
+
+def plan_for(
+    data: str | Path, preset: str | Path | Config | None, changes: Mapping[str, Any]
+) -> Plan:
+    """The plan of a run on `data` that would start now."""
+    first = first_config(preset, changes)
+    images = without_skipped(open_images(data), first.data.skip)
+    return plan_run(preset, changes, cost.look(images), choose_device(first.runtime.device))
+
+
+def dry_config(
+    data: str | Path, preset: str | Path | Config | None, changes: Mapping[str, Any]
+) -> Config:
+    """The config that `--dry-run` shows; images that cannot be opened must not be in its way."""
+    known = known_preset(preset)
+    if preset is None:
+        return plan_for(data, preset, changes).config
+    if known and known.scales:
+        try:
+            return plan_for(data, preset, changes).config
+        except DataError as error:
+            warn(f"{error}; these are the epochs for {known.cost.images:,} images")
+    return first_config(preset, changes)
+
+
+def known_preset(preset: str | Path | Config | None) -> Preset | None:
+    """The preset of that name, if it is one."""
+    return None if isinstance(preset, Config) else PRESETS.get(str(preset))
+
+
+def _config(
+    preset: str | Path | Config, changes: Mapping[str, Any], count: int, to_train: bool = False
+) -> Config:
+    known = known_preset(preset)
+    if known and known.scales:
+        return configure(known.for_images(count, changes))
+    return configure(preset, dict(changes), to_train=to_train)
+
+
+def _runtime(config: Config, count: int, device: torch.device, ranks: int) -> dict[str, Any]:
+    """How the run is executed on this machine."""
+    now, batch = config.runtime.model_dump(), config.optim.batch_size
+    # An epoch of few images may be shorter than writing a checkpoint.
+    per_epoch = max(1, count // batch)
+    now["save_every"] = max(per_epoch, -(-per_epoch * config.optim.epochs // CHECKPOINTS))
+    if ranks > 1:  # which must agree, and share the batch anyway
+        return now
+    if device.type == "cpu":  # the other half of the cores reads images
+        now["threads"] = max(1, cores() // 2)
+    free = ROOM * cost.free_memory(device)
+    for parts in (n for n in range(1, batch + 1) if batch % n == 0):  # the fewest that fit
+        now["accumulate"] = parts
+        if cost.memory(configure(config, {"runtime.accumulate": parts}), device) <= free:
+            break
+    return now
+
+
+def machine(device: torch.device) -> str:
+    """The machine in a few words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "one CPU core" if cores() == 1 else f"{cores()} CPU cores"
+
+
+def spoken(seconds: float) -> str:
+    """A duration as people say it: "40 seconds", "6 minutes", "3 hours"."""
+    for unit, size, upto in (("second", 1, 90), ("minute", 60, 90), ("hour", 3600, 48)):
+        if seconds < upto * size:
+            number = max(1, round(seconds / size))
+            return f"{number} {unit}{'s' if number > 1 else ''}"
+    return f"{round(seconds / 86400):,} days"
