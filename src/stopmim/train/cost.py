@@ -5,16 +5,15 @@ and a few images read from the data set.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
@@ -105,14 +104,8 @@ def free_memory(device: torch.device) -> float:
     """Bytes that an update may use."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    found = [math.inf]
-    for file, key in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
-        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
-        words = [line.removeprefix(key).split() for line in lines if line.startswith(key)]
-        found += [float(w[0]) * (1024 if key else 1) for w in words[:1] if w[0].isdecimal()]
-    if found == [math.inf]:  # not Linux
-        found += [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
-    return min(found)
+    memory = main_memory()
+    return float(memory.free) if memory else math.inf  # the system does not say
 
 
 # ------------------------------------------------------------------------------ the time
