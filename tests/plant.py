@@ -92,9 +92,9 @@ TOO_LONG = {
 FIXED = {"ema": [1.0, 1.0]}  # the target encoder stays untrained: it cannot collapse
 
 PLANTS = {
-    "healthy-0": Plant("healthy"),
-    "healthy-1": Plant("healthy", seed=1),
-    "healthy-2": Plant("healthy", seed=2),
+    "healthy-0": Plant("not collapsed"),
+    "healthy-1": Plant("not collapsed", seed=1),
+    "healthy-2": Plant("not collapsed", seed=2),
     "early-0": Plant("too early to say", steps=16, every=8),
     "early-1": Plant("too early to say", seed=1, steps=64, every=16),
     "same-images": Plant("collapse", images=Same(), steps=32, every=16),

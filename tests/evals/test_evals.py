@@ -480,13 +480,17 @@ def test_a_result_is_a_line_of_json_without_what_is_not_known() -> None:
         "name": "accuracy",
         "protocol": "linear",
         "label": "count",
-        "value": 0.5,
-        "low": 0.4,
-        "high": 0.6,
+        "unit": "percent",
+        "value": 50.0,
+        "low": 40.0,
+        "high": 60.0,
         "n": 100,
         "selection": "held-out",
         "seed": 0,
-        "random_init": 0.25,
+        "random_init": 25.0,
+        "difference": 25.0,
+        "verdict": "above random init",
     }
-    plain = Result("rankme", "rankme", "", 12.5, None, 100, "none", 0)
+    plain = Result("rankme", "rankme", "", 12.5, None, 100, "none", 0, unit="")
+    assert (plain.as_dict()["value"], plain.as_dict()["unit"]) == (12.5, "")
     assert not {"low", "high", "interval", "random_init"} & plain.as_dict().keys()

@@ -23,12 +23,13 @@ from stopmim.method.build import configure
 from stopmim.runs.run import Run
 
 WRITTEN = sorted(FILES.glob("*.jsonl"))
+SCENES = {"source": "scenes:64:48"}  # as run.json has it
 
 
 def half_done(path: Path) -> Run:
     """A run directory of `tiny_cpu` with another number of epochs, halfway through."""
     config = configure("tiny_cpu", {"optim.epochs": 8})
-    ours = find_reference(config)
+    ours = find_reference(config, SCENES)
     assert ours is not None
     health = ours.at(0.5)
     start = {key: value for key, value in ours.rows[0].items() if key != "share"}
@@ -37,7 +38,8 @@ def half_done(path: Path) -> Run:
         {"step": 400, "epoch": 4.0, **{key: 2 * health[key] for key in KEYS}},
     ]
     path.mkdir()
-    (path / "run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    about = {"config": config.model_dump(mode="json"), "data": SCENES}
+    (path / "run.json").write_text(json.dumps(about))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Run(path)
 
@@ -46,24 +48,38 @@ def half_done(path: Path) -> Run:
 def test_a_reference_is_a_healthy_run_in_a_hundred_lines(file: Path) -> None:
     about, *rows = map(json.loads, file.read_text().splitlines())
     assert len(rows) < LINES
-    ours = find_reference(configure(file.stem))
+    images = about["kind"]["images"]
+    data = SCENES if images == "scenes" else {"source": "images", "fingerprint": images}
+    ours = find_reference(configure(file.stem), data)
     assert ours is not None
     assert (ours.name, ours.rows) == (about["name"], rows)
     shares = [row["share"] for row in rows]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)
     measured = [row | {"step": row["share"]} for row in rows if "skill" in row]
-    assert diagnose([{"random_init": measured[0]}, *measured[1:]]).verdict == "healthy"
+    assert diagnose([{"random_init": measured[0]}, *measured[1:]]).verdict == "not collapsed"
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"arch": "vit_ti6"}, {"image_size": 60}, {"positions.kind": "sincos"}],
+    [
+        {"arch": "vit_ti6"},
+        {"image_size": 60},
+        {"positions.kind": "sincos"},
+        {"masking.context_length": 12},
+        {"masking.targets": 3},
+        {"predictor.depth": 2},
+    ],
 )
 def test_a_run_of_another_kind_has_no_reference(change: dict[str, Any]) -> None:
-    assert find_reference(configure("tiny_cpu")) is not None
-    assert find_reference(configure("tiny_cpu", {"optim.lr": 1e-3, "seed": 5})) is not None
-    assert find_reference(configure("tiny_cpu", change)) is None
+    assert find_reference(configure("tiny_cpu"), SCENES) is not None
+    assert find_reference(configure("tiny_cpu", {"optim.lr": 1e-3, "seed": 5}), SCENES) is not None
+    assert find_reference(configure("tiny_cpu", change), SCENES) is None
+
+
+@pytest.mark.parametrize("data", [{"source": "my_photos", "fingerprint": "x"}, {}, None, "torn"])
+def test_a_run_on_images_of_another_or_of_no_known_kind_has_no_reference(data: object) -> None:
+    assert find_reference(configure("tiny_cpu"), data) is None
 
 
 def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Path) -> None:
@@ -75,6 +91,7 @@ def test_the_doctor_shows_what_the_reference_had_at_the_same_share(tmp_path: Pat
         assert e.value == pytest.approx(2 * e.reference)
     assert "reference: tiny_cpu on scenes, at the same share" in str(found)
     assert diagnose(run.metrics).reference is None
+    assert diagnose(run.metrics, run.config, {"source": "my_photos"}).reference is None
     assert "reference" not in str(diagnose(run.metrics))
 
 
@@ -95,12 +112,14 @@ def test_a_reference_made_of_a_run_has_its_measurements_and_no_more_than_its_sha
     for step in range(2, 1001):
         measured = {"skill": step / 1000} if step % 100 == 0 else {}
         lines.append({"step": step, "epoch": step / 500, "loss": 1 / step, **measured})
-    tmp_path.joinpath("run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    about = {"config": config.model_dump(mode="json"), "data": SCENES}
+    tmp_path.joinpath("run.json").write_text(json.dumps(about))
     text = "".join(json.dumps(line) + "\n" for line in lines)
     tmp_path.joinpath("metrics.jsonl").write_text(text)
     write_reference(Run(tmp_path), tmp_path / "made.jsonl", "made")
-    about, *rows = map(json.loads, (tmp_path / "made.jsonl").read_text().splitlines())
-    assert about["name"] == "made"
+    head, *rows = map(json.loads, (tmp_path / "made.jsonl").read_text().splitlines())
+    assert head["name"] == "made"
+    assert head["kind"]["images"] == "scenes"
     assert len(rows) < LINES
     assert [row["share"] for row in rows if "skill" in row] == [k / 10 for k in range(11)]
 

@@ -27,6 +27,7 @@ from stopmim.evals.results import Estimate, over_seeds, paired
 from stopmim.insight.analyse import DPI
 from stopmim.insight.figures import pictures, sweep, theory
 from stopmim.runs.run import Run
+from stopmim.runs.verdict import in_percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,9 +87,9 @@ def lines(table: Table, arch: str, outcomes: Sequence[Outcome]) -> list[Line]:
         runs = [run for run in outcomes if run.row == name]
         values: dict[str, dict[int, float]] = {}
         for run in runs:
-            for answer in run.answers:
+            for answer in map(in_percent, run.answers):
                 if what := metric(answer):
-                    values.setdefault(what, {})[run.seed] = 100 * answer["value"]
+                    values.setdefault(what, {})[run.seed] = answer["value"]
         health = {
             "norm of A": {run.seed: run.norms[0] for run in runs if run.norms},
             "norm of m~": {run.seed: run.norms[1] for run in runs if run.norms},
@@ -119,9 +120,9 @@ def random_init(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Metrics of the first row's network before training; other rows may have other networks."""
     found: dict[str, float] = {}
     for run in outcomes:
-        for answer in run.answers:
+        for answer in map(in_percent, run.answers):
             if "random_init" in answer and (what := metric(answer)):
-                found.setdefault(what, 100 * answer["random_init"])
+                found.setdefault(what, answer["random_init"])
     return found
 
 

@@ -179,7 +179,8 @@ def _train(trial: Trial, config: Config) -> Run:
 
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     """Asks the encoder called `name`."""
-    options = question.request | {"device": device}
+    # The seeds of an ablation tell more than several untrained networks.
+    options = {"random_inits": 1} | question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
     recipe = options.pop("recipe", None)  # all protocols show its crops, linear trains by it
     options |= {"crops": recipe} if recipe in TASKS else {}

@@ -1,6 +1,7 @@
 """Files that survive a crash: growing JSON lines, and texts that are replaced as a whole."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,16 @@ def append_jsonl(path: Path, line: dict[str, Any]) -> None:
         file.seek(max(0, at - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
         file.write(f"{begin}{json.dumps(line)}\n".encode())
+
+
+def number(value: object) -> float | None:
+    """`value` if it is a finite number: a line of JSON can hold anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # JSON has integers of any length
+        return None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -39,7 +39,7 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     lines.unlink(missing_ok=True)  # of an earlier demo in this folder
     record(lines, [result.as_dict() for result in results], facts)
     page = write_report(run, images)
-    say(table.text(table.rows(results)))
-    say("random: the same network before training (random init); accuracies in percent")
+    for part in (table.text(table.rows(results)), table.LEGEND, *table.conclusions(results, facts)):
+        say(part)
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from tyro import MISSING
@@ -68,11 +69,13 @@ def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
     lines = destination(name, request.out)
     results = suite.suite(inputs, kinds)
     record(lines, [result.as_dict() for result in results], facts)
-    text = table.text(table.rows(results))
+    parts = [table.text(table.rows(results))]
+    if said := table.conclusions(results, facts):
+        parts += [table.LEGEND, *(fill(sentence, 80) for sentence in said)]
     if len(kinds) > 1 and lines is not None:
-        title = f"What {Path(name).name or name} knows"
-        text += f"\n\n{table.write_pages(lines.parent, results, title, facts)}"
-    return text
+        title = f"Evaluation of {Path(name).name or name}"
+        parts.append(str(table.write_pages(lines.parent, results, title, facts)))
+    return "\n\n".join(parts)
 
 
 def _contrast(a: str, b: str, kinds: Sequence[Protocol], request: Request) -> str:
@@ -82,6 +85,15 @@ def _contrast(a: str, b: str, kinds: Sequence[Protocol], request: Request) -> st
     ours, facts = suite.open_inputs(a, kinds, request)
     encoder, step = inputs.open_at(b, request.branch)
     found = compare.compare(ours, replace(ours, encoder=encoder), kinds)
+    names = {"A": (a, facts["step"]), "B": (b, step)}
+    shown = (f"{key}: {name}{_at(step)}" for key, (name, step) in names.items())
     facts = {"A": a, "B": b} | facts | {"encoder": b, "step": step}
     record(destination(None, request.out), [c.as_dict() for c in found], facts)
-    return table.text(table.compared(found))
+    said = compare.conclusion(found, a, b, facts["test_data"])
+    return "\n\n".join(
+        ["\n".join(shown), table.text(table.compared(found)), table.PAIRED, fill(said, 80)]
+    )
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f", step {step}"

@@ -33,10 +33,10 @@ Figure = Annotated[
 
 @dataclass(frozen=True)
 class Doctor:
-    """Diagnose a run: is it healthy, what to change, which checkpoint to keep.
+    """Diagnose a run: has it collapsed, is it useful, what to change.
 
-    Exit codes: 0 healthy or too early to tell, 10 partial collapse, 11 collapse,
-    12 shortcut, 13 over-training.
+    Exit codes: 0 not collapsed or too early to tell, 10 partial collapse,
+    11 collapse, 12 shortcut, 13 over-training.
     """
 
     run: Annotated[Positional[str], arg(metavar="RUN")]

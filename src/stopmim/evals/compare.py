@@ -1,20 +1,17 @@
 """Paired comparison of two encoders on the same test images."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from stopmim.base.console import say
 from stopmim.base.errors import UserError
-from stopmim.base.random_keys import numpy_generator
 from stopmim.evals.inputs import Inputs
+from stopmim.evals.paired import bootstrap, mcnemar
 from stopmim.evals.protocols import IMAGE_BY_IMAGE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.suite import measure, quantity
-
-RESAMPLES = 10_000
+from stopmim.runs.verdict import Tally, judge
 
 
 @dataclass(frozen=True)
@@ -24,9 +21,9 @@ class Comparison:
     protocol: str
     label: str
     selection: str
-    a: float
+    a: float  # accuracies are fractions, 0 to 1
     b: float
-    interval: tuple[float, float]  # 95 %, of b - a, over test images
+    interval: tuple[float, float]  # 99 %, of b - a, over test images
     p: float  # McNemar's: probability of a split at least as uneven if both were equally good
     n: int
 
@@ -34,18 +31,36 @@ class Comparison:
     def difference(self) -> float:
         return self.b - self.a
 
+    @property
+    def word(self) -> str:
+        """Whether B is above A, below it, or not distinguishable from it."""
+        return judge(*self.interval)
+
     def as_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
-        fields["low"], fields["high"] = fields.pop("interval")
-        return {"name": "difference", **fields, "value": self.difference}
+        """A line for JSON, in percent."""
+        low, high = self.interval
+        shares = {"a": self.a, "b": self.b, "value": self.difference, "low": low, "high": high}
+        names = ("protocol", "label", "selection", "p", "n")
+        line = {"name": "difference", "unit": "percent", "verdict": f"{self.word} A"}
+        line |= {name: getattr(self, name) for name in names}
+        return line | {name: round(100 * x, 6) for name, x in shares.items()}
+
+
+def conclusion(found: Sequence[Comparison], a: str, b: str, data: str) -> str:
+    """The verdicts counted, in a sentence that names both encoders and the data."""
+    tally = Tally.of(data, [c.word for c in found], other="A")
+    return f"On {data}, B ({b}) is {tally}; A is {a}."
 
 
 def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Comparison]:
     """Compares B with A on the same images by paired tests, by default k-NN, linear, low-shot."""
     protocols = [kind() for kind in IMAGE_BY_IMAGE] if protocols is None else protocols
-    theirs = {quantity(m.result): m.correct for m in measure(b, protocols)}
+    say("A")
+    measured = measure(a, protocols, aloud=True)
+    say("B")
+    theirs = {quantity(m.result): m.correct for m in measure(b, protocols, aloud=True)}
     found = []
-    for result, ours in measure(a, protocols):
+    for result, ours in measured:
         other = theirs.get(quantity(result))  # none for "last 4", if B has two blocks
         if ours is None or other is None:
             continue
@@ -57,22 +72,3 @@ def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -
     if not found:
         raise UserError("eval compare: none of these protocols answers image by image")
     return found
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided exact p-value; of images that only one gets right, half should be A's."""
-    n, fewer = only_a + only_b, min(only_a, only_b)
-    logs = (
-        math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2)
-        for i in range(fewer + 1)
-    )
-    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
-
-
-def bootstrap(only_a: int, only_b: int, n: int, seed: int) -> tuple[float, float]:
-    """95 % bootstrap interval of the difference in accuracy, over pairs of answers."""
-    # Only the number of pairs of each kind matters, and it is multinomial.
-    share = [only_a / n, only_b / n, (n - only_a - only_b) / n]
-    drawn = numpy_generator("compare", seed).multinomial(n, share, size=RESAMPLES)
-    low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / n, (0.025, 0.975))
-    return float(low), float(high)

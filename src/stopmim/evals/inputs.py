@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,11 +59,11 @@ class Inputs:
         if self.size % patch:
             raise UserError(f"--size {self.size}: not a multiple of the patch size, {patch}")
 
-    def untrained_twin(self) -> Self | None:
-        """The same with random weights; None if nobody knows how the encoder was initialised."""
-        if not isinstance(self.encoder, VisionTransformer):
-            return None
-        return replace(self, encoder=untrained(self.encoder, self.seed), untrained=True)
+    def untrained_twins(self) -> Iterator[Self]:
+        """The same with random weights; none if nobody knows how the encoder was initialised."""
+        if isinstance(self.encoder, VisionTransformer):
+            for seed in range(self.seed, self.seed + self.request.random_inits):
+                yield replace(self, encoder=untrained(self.encoder, seed), untrained=True)
 
     @property
     def without_images(self) -> bool:

@@ -50,9 +50,11 @@ class ImageRequest(Request):
     """image size in pixels; default: the encoder's"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
+    random_inits: int = 4
+    """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison"""
     crops: Annotated[TaskName | None, "RECIPE"] = None
     """crop and resize as this published recipe does; default: as --recipe, or centre crops"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, size=1)
+        check_least(self, size=1, random_inits=0)

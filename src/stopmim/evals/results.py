@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stopmim.base.errors import StorageError
 from stopmim.base.files import append_jsonl
+from stopmim.runs.verdict import verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Z = 1.959964  # 97.5 % quantile of the normal distribution
+Z, Z99 = 1.959964, 2.575829  # 97.5 % and 99.5 % quantile of the normal distribution
 # The same of Student's t by degrees of freedom, from 1 on.
 T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
+T99 = (63.6567, 9.92484, 5.84091, 4.60409, 4.03214, 3.70743, 3.49948, 3.35539, 3.24984)
 Reading = Literal["held-out", "paper"]  # settings are chosen on training or on test images
 Selection = Literal["none", Reading]  # none: there was nothing to choose
+Unit = Literal["percent", ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +29,34 @@ class Result:
     name: str  # of the quantity: "accuracy", "rankme"
     protocol: str  # "knn", "linear", ...
     label: str  # label that was predicted; "" if none
-    value: float  # accuracies are fractions, 0 to 1
+    value: float  # a fraction, 0 to 1, where the unit is percent
     interval: tuple[float, float] | None  # 95 %, over the test samples
     n: int  # number of test samples
     selection: Selection
     seed: int
-    random_init: float | None = None  # the same quantity for the untrained encoder
+    random_init: float | None = None  # the same quantity before training, mean of several networks
     train: int | None = None  # number of labelled samples fitted to
     setting: str | None = None  # the chosen setting
+    unit: Unit = "percent"  # in JSON, and wherever it is shown
+    difference: tuple[float, float] | None = None  # 99 % interval of value - random_init
+    chance: float | None = None  # if always the most frequent class were answered
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more keys of the line
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields for JSON: the interval as `low` and `high`, fields that are None left out."""
-        fields = dataclasses.asdict(self)
-        fields["low"], fields["high"] = fields.pop("interval") or (None, None)
-        return {key: value for key, value in fields.items() if value is not None}
+        """A line for JSON, in its unit, with the verdict; fields that are None are left out."""
+        (low, high), (gain_low, gain_high) = (
+            x or (None, None) for x in (self.interval, self.difference)
+        )
+        gain = None if self.random_init is None else self.value - self.random_init
+        shares = {"value": self.value, "low": low, "high": high, "random_init": self.random_init}
+        shares |= {"difference": gain, "difference_low": gain_low, "difference_high": gain_high}
+        shares |= {"chance": self.chance}
+        scale = 100 if self.unit == "percent" else 1
+        names = ("name", "protocol", "label", "unit", "n", "selection", "seed", "train", "setting")
+        line = {name: getattr(self, name) for name in names} | dict(self.facts)
+        line |= {name: x if x is None else round(scale * x, 6) for name, x in shares.items()}
+        line |= {"verdict": verdict(line) or None}
+        return {key: value for key, value in line.items() if value is not None}
 
 
 class Measured(NamedTuple):
@@ -93,11 +110,11 @@ class Estimate(NamedTuple):
     n: int
 
 
-def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t; beyond the table by an expansion, good to 4 digits."""
-    if freedom <= len(T):
-        return T[freedom - 1]
-    z = Z
+def t_quantile(freedom: int, level: Literal[95, 99] = 95) -> float:
+    """Quantile of Student's t for a two-sided interval; beyond the table by an expansion."""
+    table, z = (T, Z) if level == 95 else (T99, Z99)
+    if freedom <= len(table):
+        return table[freedom - 1]
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

@@ -1,8 +1,10 @@
-"""Measures an encoder by several protocols, beside the same encoder before training."""
+"""Measures an encoder by several protocols, beside untrained networks of the same architecture."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import cache
 from stopmim.evals.inputs import Inputs, open_at, open_pair
+from stopmim.evals.paired import beside_random_init
 from stopmim.evals.protocols import SUITE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.request import ImageRequest, Request
 from stopmim.evals.results import Measured, Result
+from stopmim.runs.verdict import RANDOM_INIT
+
+Quantity = tuple[str, str, str, str]  # name, protocol, label, selection
 
 
 def evaluate(
@@ -26,54 +32,112 @@ def evaluate(
 
 
 def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Result]:
-    """Results of `protocols`, by default SUITE, each beside that of the untrained encoder."""
+    """Results of `protocols`, by default SUITE, each beside that of untrained networks."""
     possible = []
     for protocol in [kind() for kind in SUITE] if protocols is None else protocols:
         if obstacle := protocol.obstacle(inputs):
             say(f"{protocol.name}: left out, {obstacle}")
         else:
             possible.append(protocol)
-    results = [m.result for m in measure(inputs, possible)]
-    twin = inputs.untrained_twin()
-    if twin is None:
-        return results
-    before = {quantity(m.result): m.result.value for m in measure(twin, possible)}
-    return [dataclasses.replace(r, random_init=before.get(quantity(r))) for r in results]
+    ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
+    # Several untrained networks are for a paired interval, which takes an answer per image.
+    paired = [p for p in possible if p.needs == "labels" and p.cacheable]
+    total = inputs.request.random_inits if paired else 1
+    for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
+        say(f"{RANDOM_INIT}, network {i + 1} of {total}")
+        for measured in measure(twin, paired if i else possible):
+            before.setdefault(quantity(measured.result), []).append(measured)
+    return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
 
 
-def quantity(result: Result) -> tuple[str, ...]:
+def _beside(ours: Measured, before: Sequence[Measured]) -> Result:
+    """Our result with the mean of the untrained networks, and the interval of the difference."""
+    if not before:
+        return ours.result
+    mean = math.fsum(m.result.value for m in before) / len(before)
+    answers = [m.correct for m in before if m.correct is not None]
+    interval = None
+    if ours.correct is not None and len(answers) > 1:  # one does not show how much they differ
+        interval = beside_random_init(ours.correct, answers)
+    return dataclasses.replace(ours.result, random_init=mean, difference=interval)
+
+
+def quantity(result: Result) -> Quantity:
     """Identity of the number, by which two encoders are compared."""
     return result.name, result.protocol, result.label, result.selection
 
 
-def measure(inputs: Inputs, protocols: Sequence[Protocol]) -> list[Measured]:
-    """Measures the encoder alone, not its untrained twin: label by label, then the rest."""
+def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) -> list[Measured]:
+    """Measures the encoder alone, not untrained networks: label by label, then the rest.
+
+    Says each number as it comes, if `aloud`.
+    """
     # Cached together: features that one protocol has computed serve the others.
     together = [p for p in protocols if p.cacheable and p.needs != "videos"]
     groups = [together, *([p] for p in protocols if p not in together)]
-    return [measured for group in groups if group for measured in _measure(inputs, group)]
+    found = []
+    for measured in (m for group in groups if group for m in _measure(inputs, group)):
+        found.append(measured)
+        if aloud:
+            say(described(measured.result))
+    return found
 
 
-def _measure(inputs: Inputs, protocols: list[Protocol]) -> list[Measured]:
+def described(result: Result) -> str:
+    """A number in words: ``knn count: 41.2 % (chance 12.5 %)``."""
+    name = "" if result.name in ("accuracy", result.protocol) else result.name
+    what = " ".join(filter(None, (result.protocol, result.label, name)))
+    if result.unit != "percent":
+        return f"{what}: {result.value:.1f}"
+    chance = "" if result.chance is None else f" (chance {100 * result.chance:.1f} %)"
+    return f"{what}: {100 * result.value:.1f} %{chance}"
+
+
+def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
     labelled = [p for p in protocols if p.needs == "labels"]
     labels = inputs.labels if labelled else []  # wrong ones are reported before any work
     key = _cache_key(inputs, protocols, labels)
     if key is not None and (cached := cache.load("answers", key)):
         tensors, text = cached
-        found = []
         for i, fields in enumerate(json.loads(text)):
             interval = fields.pop("interval")  # JSON made a list of it
             result = Result(**fields, interval=interval and tuple(interval))
-            found.append(Measured(result, tensors.get(str(i))))
-        return found
-    found = [m for label in labels for p in labelled for m in p.measure(inputs, label)]
-    found += [m for p in protocols if p not in labelled for m in p.measure(inputs, "")]
+            yield Measured(result, tensors.get(str(i)))
+        return
+    found = []
+    questions = [(p, label) for label in labels for p in labelled]
+    for protocol, label in [*questions, *((p, "") for p in protocols if p not in labelled)]:
+        facts = protocol.facts(inputs)
+        facts |= {"options": changed} if (changed := _changed(protocol, facts)) else {}
+        chance = _chance(inputs, label) if label else None
+        for result, correct in protocol.measure(inputs, label):
+            result = dataclasses.replace(result, chance=chance, facts=facts)
+            found.append(Measured(result, correct))
+            yield found[-1]
     if key is not None:
         text = json.dumps([dataclasses.asdict(m.result) for m in found])
         # Cloned: these are rows of one tensor, which would be stored whole.
-        correct = {str(i): m.correct.clone() for i, m in enumerate(found) if m.correct is not None}
-        cache.store("answers", key, correct, text)
-    return found
+        correct_of = {
+            str(i): m.correct.clone() for i, m in enumerate(found) if m.correct is not None
+        }
+        cache.store("answers", key, correct_of, text)
+
+
+def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that differ from their defaults, where neither facts nor a column say so."""
+    options = dataclasses.fields(protocol)  # type: ignore[arg-type]
+    told = {"selection", "pictures", "video_size", *facts}
+    values = {f.name: getattr(protocol, f.name) for f in options if f.name not in told}
+    changed = {
+        f.name: values[f.name] for f in options if values.get(f.name, f.default) != f.default
+    }
+    return {name: str(x) if isinstance(x, Path) else x for name, x in changed.items()}
+
+
+def _chance(inputs: Inputs, label: str) -> float:
+    """Accuracy if the most frequent class of the training images were always the answer."""
+    y, test_y = inputs.labels_of(label)
+    return int((test_y == y.mode().values).sum()) / len(test_y)
 
 
 def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> str | None:
@@ -103,8 +167,6 @@ def open_inputs(
         facts |= {"seed": request.seed} | ({"size": request.size} if request.size else {})
     else:
         inputs = Inputs(encoder, request=ImageRequest(**vars(request)))
-    for protocol in protocols:
-        facts |= protocol.facts(inputs)
     return inputs, facts | {"step": step}
 
 

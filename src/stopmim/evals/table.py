@@ -11,27 +11,47 @@ from stopmim.base.files import write_whole
 from stopmim.base.tables import aligned, markdown
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
+from stopmim.runs.verdict import LEVEL, RANDOM_INIT, difference, tallies
 
 HERE = Path(__file__).parent
-RIGHT = {"random", "value", "95 % interval", "n", "A", "B", "B - A", "p"}
+PM = "\u00b1"
+RIGHT = {"chance", "random", "value", "95 % interval", "difference", "n", "A", "B", "B - A", "p"}
+RIGHT |= {f"{LEVEL} % interval"}
 CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}
+WIDE = {"95 % interval", "n", "setting", "p"}  # columns that a terminal has no room for
+LEGEND = f"""\
+Percent, except the effective rank (rankme). Random: the mean of untrained
+networks of this architecture. Chance: the most frequent class for all images.
+Difference: value - random, {PM} its {LEVEL} % interval. Verdict: against {RANDOM_INIT},
+by that interval."""
+PAIRED = f"""\
+Percent. The {LEVEL} % interval of B - A is over these test images, not over training
+seeds: it tells the two encoders apart, not the methods behind them."""
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, str]]:
     """One row per result."""
     table = []
-    for r in results:
-        scale = 1 if r.name == "rankme" else 100  # everything but the effective rank is a fraction
-        named = r.name in ("accuracy", r.protocol)
+    for line in (result.as_dict() for result in results):
+        named = line["name"] in ("accuracy", line["protocol"])
+
+        def text(key: str, line: Mapping[str, Any] = line) -> str:
+            return f"{line[key]:.1f}" if key in line else ""
+
+        gain = difference(line)
+        shown = f" {PM} {(gain[2] - gain[1]) / 2:.1f}" if gain else ""
         row = {
-            "protocol": r.protocol if named else f"{r.protocol} {r.name}",
-            "of": r.label,
-            "random": "" if r.random_init is None else f"{scale * r.random_init:.1f}",
-            "value": f"{scale * r.value:.1f}",
-            "95 % interval": " to ".join(f"{scale * end:.1f}" for end in r.interval or ()),
-            "n": f"{r.n:,}",
-            "chosen": CHOSEN[r.selection],
-            "setting": r.setting or "",
+            "protocol": line["protocol"] if named else f"{line['protocol']} {line['name']}",
+            "of": line["label"],
+            "chance": text("chance"),
+            "random": text("random_init"),
+            "value": text("value"),
+            "95 % interval": f"{text('low')} to {text('high')}" if "low" in line else "",
+            "difference": f"{line['difference']:+.1f}{shown}" if "difference" in line else "",
+            "verdict": line.get("verdict", ""),
+            "n": f"{line['n']:,}",
+            "chosen": CHOSEN[line["selection"]],
+            "setting": line.get("setting", ""),
         }
         table.append(row)
     return table
@@ -46,7 +66,8 @@ def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
             "A": f"{100 * c.a:.1f}",
             "B": f"{100 * c.b:.1f}",
             "B - A": f"{100 * c.difference:+.1f}",
-            "95 % interval": f"{100 * c.interval[0]:+.1f} to {100 * c.interval[1]:+.1f}",
+            f"{LEVEL} % interval": f"{100 * c.interval[0]:+.1f} to {100 * c.interval[1]:+.1f}",
+            "verdict": f"{c.word} A",
             "p": f"{c.p:.2g}",
             "n": f"{c.n:,}",
         }
@@ -55,22 +76,40 @@ def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
 
 
 def text(table: Sequence[Mapping[str, str]]) -> str:
-    """Aligned text; empty columns are left out."""
-    return aligned(table, RIGHT) if table else "no results"
+    """Aligned text for a terminal, without wide and empty columns, and `chosen` if all agree."""
+    if not table:
+        return "no results"
+    chosen = {row["chosen"] for row in table if "chosen" in row} - {CHOSEN["none"]}
+    hidden = WIDE | ({"chosen"} if len(chosen) < 2 else set())
+    kept = [{k: _short(v) for k, v in row.items() if k not in hidden} for row in table]
+    return aligned(kept, RIGHT)
+
+
+def _short(cell: str) -> str:
+    """A verdict without what it is compared with, which the legend says."""
+    return cell.removesuffix(f" {RANDOM_INIT}").removesuffix(" from")
+
+
+def conclusions(results: Sequence[Result], facts: Mapping[str, Any]) -> list[str]:
+    """A sentence per data set that counts the verdicts."""
+    lines = [dict(facts) | result.as_dict() for result in results]
+    return [tally.sentence for tally in tallies(lines)]
 
 
 def write_pages(
     folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]
 ) -> Path:
     """Writes evaluation.md, .json and a self-contained .html to `folder`; returns the latter."""
-    table = rows(results)
-    tree = {"title": title, **facts, "results": [result.as_dict() for result in results]}
+    table, said = rows(results), conclusions(results, facts)
+    tree = {"title": title, **facts, "conclusions": said}
+    tree |= {"results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
-    heading = f"# {title.replace(chr(10), ' ')}"
-    write_whole(folder / "evaluation.md", f"{heading}\n\n{markdown(table, RIGHT)}\n")
+    parts = [f"# {title}".replace("\n", " "), *said, markdown(table, RIGHT), LEGEND]
+    write_whole(folder / "evaluation.md", "\n\n".join(parts) + "\n")
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     template, path = environment.get_template("table.html"), folder / "evaluation.html"
-    write_whole(path, template.render(title=title, facts=facts, rows=table, right=RIGHT, css=css))
+    shown = {"title": title, "facts": facts, "rows": table, "conclusions": said}
+    write_whole(path, template.render(shown, right=RIGHT, css=css, legend=LEGEND))
     return path

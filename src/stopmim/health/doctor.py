@@ -1,14 +1,16 @@
 """Is my run healthy? A verdict from the log of a run, with its evidence and advice.
 
-`diagnose` is a pure function of the lines of metrics.jsonl; only lines with a measurement of
-measure.py count. `examine` is the command; the rules are in rules.py.
+Two questions, kept apart: whether the training has collapsed, which the log answers by the rules in
+rules.py, and whether the encoder is of use, which only evaluations answer. `diagnose` is a pure
+function of the lines of metrics.jsonl; only lines with a measurement of measure.py count. `examine`
+is the command.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from stopmim.health.rules import EXIT_CODES, Signs, Verdict, fixed_targets, judg
 from stopmim.method.encoder import INITIALISERS
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run
+from stopmim.runs.verdict import Tally, command, of_run, tallies
 from stopmim.weights.load import load_model
 
 
@@ -31,30 +34,40 @@ class Evidence(NamedTuple):
     name: str
     value: float
     start: float | None  # of the untrained network
-    bar: str  # the value of a healthy run, in words
+    bar: str  # where the value is, seen from that of a run that is not collapsed
     reference: float | None = None  # of the reference run, at the same share of its training
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    verdict: Verdict
+    verdict: Verdict  # on the training; whether the encoder is useful, `evaluations` say
     because: str
     evidence: tuple[Evidence, ...] = ()
     advice: tuple[str, ...] = ()
     step: int | None = None  # the verdict is about the run up to this step
     keep: int | None = None  # the step with the best weights, if known
     reference: str | None = None  # name of the reference run, if there is one
+    evaluations: tuple[Tally, ...] = ()  # one per data set
+    evaluate: str = ""  # the command that evaluates the run, if nobody has
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
+    @property
+    def useful(self) -> bool:
+        """Whether evaluations have shown the encoder to be above random init, and nowhere below."""
+        shown = any(tally.above for tally in self.evaluations)
+        return shown and not any(tally.below for tally in self.evaluations)
+
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
-        lines = [f"{self.verdict}{at}: {self.because}"]
+        said = [f"{self.verdict}{at}: {self.because}", *self.use]
+        # A command stays in one piece.
+        lines = [x if self.evaluate in x[1:] else fill(x, 80, subsequent_indent="  ") for x in said]
         table = [
             {"": e.name, "now": _text(e.value), "untrained": _text(e.start)}
-            | {"reference": _text(e.reference) if self.reference else "", "healthy": e.bar}
+            | {"reference": _text(e.reference) if self.reference else "", "bar": e.bar}
             for e in self.evidence
         ]
         if table:
@@ -66,19 +79,35 @@ class Diagnosis:
             lines.append(f"keep the checkpoint of step {self.keep}, or the nearest one left")
         return "\n".join(lines)
 
+    @property
+    def use(self) -> list[str]:
+        """What evaluations say about the use of the encoder, or how to evaluate it."""
+        if self.evaluate:
+            return [f"not evaluated yet: run {self.evaluate}"]
+        said = []
+        for tally in self.evaluations:
+            kind = "useful in part" if tally.below else "useful"
+            where = f" on {tally.data}" if tally.data else ""
+            said.append(f"{kind if tally.above else 'evaluated'}: {tally}{where}")
+        return said
+
     def as_json(self) -> str:
         fields = asdict(self) | {"exit_code": self.exit_code}
-        return json.dumps(fields | {"evidence": [e._asdict() for e in self.evidence]})
+        fields |= {"evidence": [e._asdict() for e in self.evidence]}
+        return json.dumps(fields | {"evaluations": [t._asdict() for t in self.evaluations]})
 
 
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def diagnose(metrics: Sequence[Logged], config: Config | None = None) -> Diagnosis:
+def diagnose(
+    metrics: Sequence[Logged], config: Config | None = None, data: object = None
+) -> Diagnosis:
     """The verdict on a run from the lines of its metrics.jsonl.
 
-    With its `config`, the evidence includes the values of a reference run of the same kind.
+    With its `config` and `data`, as run.json has them, the evidence includes the values of a
+    reference run of the same kind.
     """
     start, lines = measurements(metrics)
     if not lines:
@@ -86,38 +115,58 @@ def diagnose(metrics: Sequence[Logged], config: Config | None = None) -> Diagnos
     now = lines[-1]
     half = min(lines, key=lambda line: abs(line["step"] - now["step"] / 2))
     verdict, because, advice = judge(Signs(now, half, start or lines[0], lines))
-    reference = None if config is None else find_reference(config)
+    reference = None if config is None else find_reference(config, data)
     there = reference.at(training_share(config, now)) if config and reference else {}
     evidence, name = _evidence(now, start, there), reference.name if reference else None
-    keep = int(now["step"]) if verdict == "healthy" else None
+    keep = int(now["step"]) if verdict == "not collapsed" else None
     if verdict == "over-training":  # the most rank that images decide
         best = max(lines, key=lambda x: x["target_rank"] * x["target_image_share"])
         keep = int(best["step"])
     return Diagnosis(verdict, because, evidence, advice, int(now["step"]), keep, name)
 
 
+def diagnose_run(run: Run) -> Diagnosis:
+    """The verdict from the log of a run, with what its evaluations say about its use."""
+    about, evaluations = run.about, tuple(tallies(of_run(run.results)))
+    found = diagnose(run.metrics, run.config if "config" in about else None, about.get("data"))
+    todo = "" if evaluations else command(run.path, about)
+    return replace(found, evaluations=evaluations, evaluate=todo)
+
+
+# The number, its name, and what the rules ask of a run that is not collapsed: more than a number,
+# or than this share of the value of the untrained network. None: no rule looks at it.
 EVIDENCE = (
-    ("target_rank", "effective rank of the targets", "above 0.5 of untrained"),
-    ("target_spread", "spread of the targets", "above 0.5 of untrained"),
-    ("target_image_share", "share of the targets that images decide", "above 0.02, rises"),
-    ("predicted_image_share", "share of the predictions that images decide", "above 0.05"),
-    ("predicted_mean_share", "share of the predictions that is the mean target", "falls"),
-    ("skill", "share of what images decide that is predicted", "above 0, rises"),
-    ("noise_to_signal", "noise to signal of masked positions", "above 0 with StoP"),
-    ("feature_rank", "effective rank of the features", "not judged"),
-    ("neighbours", "two crops of an image match", "above 0.5"),
+    ("target_rank", "targets: effective rank", 0.5, "untrained"),
+    ("target_spread", "targets: spread", 0.05, ""),
+    ("target_image_share", "targets: image share", 0.02, ""),
+    ("predicted_image_share", "predictions: image share", 0.05, ""),
+    ("predicted_mean_share", "predictions: mean share", None, ""),
+    ("skill", "predictions: skill", 0, ""),
+    ("noise_to_signal", "positions: noise", None, ""),
+    ("feature_rank", "features: effective rank", None, ""),
+    ("neighbours", "crops of an image match", 0.5, ""),
 )
 CONSTANT = ("target_rank", "target_spread", "target_image_share")  # if the targets are fixed
 
 
 def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidence, ...]:
-    knn = [(key, f"neighbours agree on {key[4:]}", "rises") for key in now if key[:4] == "knn_"]
+    knn = [(key, f"neighbours: {key[4:]}", None, "") for key in now if key[:4] == "knn_"]
     begun = start or {}
     return tuple(
         Evidence(name, float(now[key]), begun.get(key), bar, there.get(key))
-        for key, name, bar in (*EVIDENCE, *knn)
+        for key, name, least, of in (*EVIDENCE, *knn)
         if key in now and not (key in CONSTANT and fixed_targets(now))
+        for bar in [_bar(float(now[key]), least, begun.get(key) if of else None)]
     )
+
+
+def _bar(value: float, least: float | None, untrained: float | None) -> str:
+    """Whether `value` is over its bar, in words that are true of it."""
+    if least is None:
+        return "not judged"
+    over = value > least * (1 if untrained is None else untrained)
+    unit = "" if untrained is None else " x untrained"
+    return f"{'over' if over else 'not over'} {least:g}{unit}"
 
 
 # ------------------------------------------------------------------------------ a run, a checkpoint
@@ -164,7 +213,7 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     if metrics and measurements(metrics) == (None, []):
         why = "this run has measured nothing (runtime.health_every); give --data IMAGES"
         raise UserError(f"{path}: {why}")
-    return diagnose(metrics, run.config if "config" in run.about else None)
+    return diagnose_run(run)
 
 
 def _examine_weights(path: Path, data: str) -> Diagnosis:

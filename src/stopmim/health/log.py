@@ -1,20 +1,11 @@
 """The log of a run: the lines of metrics.jsonl, which may hold anything."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stopmim.base.files import number as number
+
 Logged = Mapping[str, Any]  # one line, or the measurements in it
-
-
-def number(value: object) -> float | None:
-    """`value` if it is a finite number: a line of JSON can hold anything."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # JSON has integers of any length
-        return None
 
 
 def measurements(lines: Sequence[Logged]) -> tuple[Logged | None, list[Logged]]:

@@ -7,7 +7,7 @@ often than usual (runtime.health_every).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from stopmim.base.files import write_whole
 from stopmim.config.schema import Config, resolve
 from stopmim.health.log import Logged
-from stopmim.method.build import build_positions, build_target
+from stopmim.method.build import build_positions, build_sampler, build_target
 from stopmim.runs.run import Run
 
 FILES = Path(__file__).parent / "references"
@@ -42,18 +42,30 @@ class Reference(NamedTuple):
         return [row | {"step": row["share"] * updates} for row in self.rows]
 
 
-def comparable(config: Config) -> dict[str, Any]:
-    """The traits that two runs must share to be worth comparing."""
+def comparable(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The traits that two runs must share to be worth comparing: network, masks, kind of images.
+
+    `data` is that of run.json. All rendered scenes are of one kind; of other images nobody knows
+    the kind, and only the same ones compare.
+    """
     config = resolve(config)
     with torch.device("meta"):  # only its name is needed
         method = build_target(config).name + build_positions(config).method
-    size, token = config.image_size, config.class_token
-    return {"arch": config.arch, "image_size": size, "class_token": token, "method": method}
+    rendered = str(data.get("source")).split(":")[0] == "scenes"
+    return {
+        "arch": config.arch,
+        "image_size": config.image_size,
+        "class_token": config.class_token,
+        "predictor": [config.predictor.width, config.predictor.depth],
+        "method": method,
+        "masks": build_sampler(config).describe(),
+        "images": "scenes" if rendered else data.get("fingerprint"),
+    }
 
 
-def find_reference(config: Config) -> Reference | None:
-    """The reference that compares with runs of `config`, if there is one."""
-    traits = comparable(config)
+def find_reference(config: Config, data: object) -> Reference | None:
+    """The reference that compares with runs of `config` on `data`, if there is one."""
+    traits = comparable(config, data if isinstance(data, dict) else {})
     for path in sorted(FILES.glob("*.jsonl")):
         about, *rows = map(json.loads, path.read_text(encoding="ascii").splitlines())
         if about["kind"] == traits:
@@ -74,7 +86,7 @@ def write_reference(run: Run, path: Path, name: str) -> None:
         for line in thinned(metrics, LINES - 2)
     ]
     start = {"share": 0.0} | rounded(metrics[0].get("random_init", {}), KEYS)
-    lines = [{"name": name, "kind": comparable(config)}, start, *rows]
+    lines = [{"name": name, "kind": comparable(config, run.about["data"])}, start, *rows]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 

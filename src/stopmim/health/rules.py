@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, get_args
 from stopmim.health.log import Logged
 
 Verdict = Literal[
-    "healthy", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
-]
+    "not collapsed", "too early to say", "partial collapse", "collapse", "shortcut", "over-training"
+]  # whether an encoder is useful is for evaluations to say
 EXIT_CODES: dict[str, int] = dict(zip(get_args(Verdict), (0, 0, 10, 11, 12, 13), strict=True))
 
 
@@ -81,7 +81,9 @@ def judge(s: Signs) -> Finding:
         why = "the fixed targets, such as pixels, are the same for all images"
         return Finding("collapse", why, (CHECK_DATA,))
     if s.learned and s.relative("target_rank") > 0.5:
-        return Finding("healthy", "the predictor tells images apart, and the targets are rich")
+        return Finding(
+            "not collapsed", "the predictor tells images apart, and the targets are rich"
+        )
     if (
         half is not now
         and max(now["skill"], half["skill"]) < 0.03

@@ -36,6 +36,7 @@ from stopmim.data.transform import seeing
 from stopmim.method.encoder import ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
+from stopmim.runs.verdict import in_percent
 
 
 @dataclass(frozen=True, init=False)
@@ -77,7 +78,8 @@ class Run:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        return list(read_jsonl(self.path / "results.jsonl"))
+        """The lines of results.jsonl, in percent whichever version wrote them."""
+        return [in_percent(line) for line in read_jsonl(self.path / "results.jsonl")]
 
     @property
     def checkpoint(self) -> Path:

@@ -11,13 +11,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stopmim._version import __version__
 from stopmim.base import tables
+from stopmim.base.files import number
 from stopmim.data.transform import Transform
 from stopmim.method.build import build_sampler
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.run import Run
+from stopmim.runs.verdict import verdict
 from stopmim.weights.format import Contents, Format
 from stopmim.weights.vit import Branch
 
+FOUND = 3  # cells about what was found
 CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}  # as in the tables of evals
 
 
@@ -56,7 +59,7 @@ def _results(run: Run, contents: Contents, branch: Branch) -> str:
     final = final and last.get("step") == contents.step
     about = [_cells(line) for line in run.results if _is_about(line, contents, branch, final)]
     # The newest of those that would read the same.
-    rows = [*{tuple(cells.values())[:-2]: cells for cells in about}.values()]
+    rows = [*{tuple(cells.values())[:-FOUND]: cells for cells in about}.values()]
     if not rows:
         return ""
     values = {name: {row[name] for row in rows} for name in rows[0]}
@@ -67,7 +70,7 @@ def _results(run: Run, contents: Contents, branch: Branch) -> str:
 
 def _is_about(line: dict[str, Any], contents: Contents, branch: Branch, final: bool) -> bool:
     """Whether the result `line` was measured on the exported weights."""
-    usable = {"protocol", "name"} <= line.keys() and isinstance(line.get("value"), float)
+    usable = {"protocol", "name"} <= line.keys() and number(line.get("value")) is not None
     one = "A" not in line  # ``eval compare`` measures two encoders, A and B
     same_branch = not contents.branches or line.get("branch", "target") == branch
     # Older lines have no step: they are about the newest checkpoint. Null is no run of ours.
@@ -76,8 +79,9 @@ def _is_about(line: dict[str, Any], contents: Contents, branch: Branch, final: b
 
 
 def _cells(line: dict[str, Any]) -> dict[str, str]:
-    """Everything that tells one evaluation from another, then its two values."""
-    chosen, before = line.get("selection"), line.get("random_init")
+    """Everything that tells one evaluation from another, then the FOUND cells about its result."""
+    chosen, before = line.get("selection"), number(line.get("random_init"))
+    unit = " %" if line["unit"] == "percent" else ""
     cells = {
         "protocol": f"{line['protocol']} {line.get('label', '')}".strip(),
         "quantity": line["name"],
@@ -88,7 +92,8 @@ def _cells(line: dict[str, Any]) -> dict[str, str]:
         "setting": line.get("setting"),
         "size": line.get("size"),
         "seed": line.get("seed"),
-        "value": f"{line['value']:.4f}",
-        "random init": f"{before:.4f}" if isinstance(before, float) else "",
+        "value": f"{line['value']:.1f}{unit}",
+        "random init": "" if before is None else f"{before:.1f}{unit}",
+        "verdict": verdict(line),
     }
     return {name: "" if value is None else str(value) for name, value in cells.items()}

@@ -45,7 +45,7 @@ class Protocol(ABC):
         return ""
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
-        """Facts to record with every result, besides encoder, images and seed."""
+        """Facts to record with its results, besides encoder, images, seed and options."""
         return {}
 
 

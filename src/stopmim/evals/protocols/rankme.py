@@ -22,4 +22,5 @@ class RankMe(Protocol):
         from stopmim.evals.features import rankme
 
         value, n = rankme(inputs.last(inputs.test_x)), len(inputs.test)
-        yield Measured(Result("rankme", self.name, "", value, None, n, "none", inputs.seed))
+        found = Result("rankme", self.name, "", value, None, n, "none", inputs.seed, unit="")
+        yield Measured(found)

@@ -46,8 +46,7 @@ class VideoTracking(Protocol, Propagation):
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
-        size = self.video_size if inputs.without_images else None  # in a suite, that of images
-        found = {"videos": self.source(inputs), "size": size}
+        found = {"videos": self.source(inputs), "size": self.video_size}
         return {key: value for key, value in found.items() if value}
 
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:

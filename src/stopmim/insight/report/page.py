@@ -23,7 +23,7 @@ from stopmim.config.schema import Config, flatten, resolve
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
-from stopmim.health.doctor import Diagnosis, diagnose
+from stopmim.health.doctor import Diagnosis, diagnose_run
 from stopmim.health.log import Logged, measurements, number, training_seconds
 from stopmim.health.reference import find_reference
 from stopmim.insight.figures import curves, neighbours, pictures, similarity
@@ -33,6 +33,7 @@ from stopmim.insight.report.results import count_text, entry
 from stopmim.method.build import build, build_sampler
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs.run import Run
+from stopmim.runs.verdict import command, of_run, tallies
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def write_report(
     runs = [run, *others]
     about, *_ = [one.about for one in runs]  # raises if one is not a run
     metrics, lines = run.metrics, run.results
-    last, differ = metrics[-1] if metrics else {}, results.differing(lines)
+    last = metrics[-1] if metrics else {}
     described, config_missing = _attempt(lambda: _described(run, about))
     config, network = described or (None, None)
     shown, missing = _attempt(lambda: _images(run, config, images))
@@ -62,7 +63,7 @@ def write_report(
     near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing)))
     model, model_missing = _attempt(run.model)
     explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
-    similar, reference = None, find_reference(config) if config else None
+    similar, reference = None, find_reference(config, about.get("data")) if config else None
     if config and model:
         positions = model.predictor.positions
         if positions.uncertain and not positions.conditioned:  # the same noise for all images
@@ -84,10 +85,11 @@ def write_report(
         last=last,
         seconds=training_seconds(metrics, config.optim.batch_size) if config else 0,
         starts=[_start(_mapping(start)) for start in _sequence(about.get("starts"))],
-        diagnosis=_diagnosis(metrics, config),
+        diagnosis=_diagnosis(run),
+        conclusions=[tally.sentence for tally in tallies(of_run(lines))],
+        evaluate=command(run.path, about),
         reference=reference,
-        results=[results.as_text(x, differ) for i, x in enumerate(lines) if x not in lines[:i]],
-        best=results.best_result(lines),
+        results=results.table(lines),
         compared=[_compared(one) for one in runs] if others else [],
         panels=_panels(metrics),
         views=views,
@@ -190,16 +192,19 @@ def _updates(config: Config, last: Logged) -> float:
     return config.optim.epochs * step / epoch if step and epoch else 1.0
 
 
-def _diagnosis(metrics: Sequence[Logged], config: Config | None = None) -> Diagnosis | None:
+def _diagnosis(run: Run) -> Diagnosis | None:
     try:
-        return diagnose(metrics, config)
-    except (TypeError, KeyError, ValueError):  # lines that no run of ours wrote
+        return diagnose_run(run)
+    except (TypeError, KeyError, ValueError, UserError):  # lines or a config that are not ours
         return None
 
 
 def _compared(run: Run) -> dict[str, str]:
     """A line of the table of runs."""
-    metrics, best, found = run.metrics, results.best_result(run.results), _diagnosis(run.metrics)
+    metrics, found = run.metrics, _diagnosis(run)
+    said = [
+        f"{tally} on {tally.data}".removesuffix(" on ") for tally in tallies(of_run(run.results))
+    ]
     last = metrics[-1] if metrics else {}
     measured: Logged = (measurements(metrics)[1] or [{}])[-1]
 
@@ -214,11 +219,8 @@ def _compared(run: Run) -> dict[str, str]:
         "loss": text(last, "loss"),
         "rank": text(measured, "feature_rank" if "feature_rank" in measured else "target_rank"),
         "skill": text(measured, "skill"),
-        "best": "-",
+        "evaluation": "; ".join(said) or "-",
     }
-    if best:
-        what = ", ".join(filter(None, (f"{best['protocol']} {best['label']}", best["of"])))
-        row["best"] = f"{best['value']} ({what}, {best['difference']})"
     return row
 
 

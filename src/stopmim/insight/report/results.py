@@ -4,56 +4,68 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stopmim.health.log import number
+from stopmim.runs.verdict import ABOVE, BELOW, difference, newest, verdict, word
 
 # Keys of a result that have a column of their own.
 _COLUMNS = {"name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection"}
+_COLUMNS |= {"difference", "difference_low", "difference_high", "chance", "verdict", "unit"}
 # Keys that are the same for all results of a run, or shown elsewhere.
 _FACTS = {"encoder", "branch", "step", "train_data", "test_data", "videos", "train", "setting"}
-_FACTS |= {"seed"}
+_FACTS |= {"seed", "options"}
+_COLOURS = {ABOVE: "up", BELOW: "down"}
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The rows of the evaluation table: the newest answer to every question."""
+    differ = differing(lines)
+    return [as_text(line, differ) for line in newest(lines)]
 
 
 def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, str]:
     """A row of the evaluation table; "" for what is unknown.
 
-    `of` says data, branch and step as far as they `differ` between lines; `verdict` is "up" or
-    "down" if the interval excludes random init. The bar is drawn with `fill`, `left`, `wide` and
-    `random`, all in percent, if the value is a fraction.
+    `of` says data, branch and step as far as they `differ` between lines; `colour` is "up" or
+    "down" if the verdict is above or below random init. The bar is drawn with `fill`, `left`,
+    `wide` and `random`, all in percent, if the value is.
     """
-    keys = ("value", "random_init", "low", "high")
-    value, random_init, low, high = (number(line.get(key)) for key in keys)
-    falls = entry(line, "name").endswith("decay")  # lower is better
+    keys = ("value", "random_init", "low", "high", "chance")
+    value, random_init, low, high, chance = (number(line.get(key)) for key in keys)
+    percent = line.get("unit") == "percent"
+    plain, unit = (".1f", " %") if percent else (".4g", "")
     given = [x for x in (value, random_init, low, high) if x is not None]
-    # Accuracies, Jaccard indices and the like are fractions; RankMe is a plain number.
-    fraction = value is not None and all(0 <= x <= 1 for x in given)
-    percent = fraction or falls  # a decay may be negative, and has no bar then
-    scale, plain, unit = (100, ".1f", " %") if percent else (1, ".4g", "")
+    drawn = percent and all(0 <= x <= 100 for x in given)  # a decay may be negative
 
     def text(x: float | None) -> str:
-        return "" if x is None else f"{scale * x:{plain}}{unit}"
+        return "" if x is None else f"{x:{plain}}{unit}"
 
     def place(x: float | None) -> str:
-        return f"{100 * x:.2f}" if fraction and x is not None else ""
+        return f"{x:.2f}" if drawn and x is not None else ""
 
     name = entry(line, "name") if line.get("protocol") == "tracking" else ""
     others = [f"{key} {line[key]}" for key in line if key not in _COLUMNS | _FACTS]
+    options = line.get("options")
+    others += [f"{k} {v}" for k, v in options.items()] if isinstance(options, dict) else []
     row = {key: entry(line, key) for key in ("protocol", "label", "selection")} | {
         "of": ", ".join(words for key, words in _origin(line).items() if words and key in differ),
         "n": count_text(line.get("n")) or entry(line, "n"),
         "value": text(value) or entry(line, "value"),
         "exact": entry(line, "value"),
         "random_init": text(random_init),
+        "chance": text(chance),
         "details": ", ".join(filter(None, (name, entry(line, "setting"), *others))),
-        **dict.fromkeys(("interval", "difference", "verdict", "left", "wide"), ""),
+        **dict.fromkeys(("interval", "difference", "left", "wide"), ""),
+        "verdict": verdict(line),
+        "colour": _COLOURS.get(word(line), ""),
         "fill": place(value),
         "random": place(random_init),
     }
     if low is not None and high is not None:
-        row["interval"] = f"{scale * low:{plain}} to {scale * high:{plain}}"
+        row["interval"] = f"{low:{plain}} to {high:{plain}}"
         row |= {"left": place(low), "wide": place(max(0.0, high - low))}
     if value is not None and random_init is not None:
-        row["difference"] = f"{scale * (value - random_init):+{plain}}"
-        if low is not None and high is not None and not low <= random_init <= high:
-            row["verdict"] = "up" if (low > random_init) != falls else "down"
+        row["difference"] = f"{value - random_init:+{plain}}"
+    if gain := difference(line):
+        row["difference"] += f" \u00b1 {(gain[2] - gain[1]) / 2:.1f}"
     return row
 
 
@@ -71,22 +83,6 @@ def differing(results: Sequence[Mapping[str, Any]]) -> set[str]:
     seen |= {item for line in results for item in _origin(line).items()}
     keys = [key for key, _ in seen]
     return {key for key in keys if keys.count(key) > 1}
-
-
-def best_result(results: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-    """The result furthest above random init; one chosen on the test split only as a last resort."""
-
-    def compares(line: Mapping[str, Any]) -> bool:
-        # J&F sums up the numbers of tracking: none of the others is a result of its own.
-        part = entry(line, "protocol") == "tracking" and entry(line, "name") != "J&F"
-        row = as_text(line)
-        return bool(row["fill"] and row["difference"]) and not part
-
-    def rank(line: Mapping[str, Any]) -> tuple[bool, float]:
-        return line.get("selection") == "paper", line["random_init"] - line["value"]
-
-    found = sorted(filter(compares, results), key=rank)
-    return as_text(found[0], differing(results)) if found else None
 
 
 def entry(line: Mapping[str, Any], key: str) -> str:
