@@ -357,9 +357,9 @@ def test_a_card_says_what_how_trained_and_how_good(
     assert "StoP, sigma 0.25" in text
     assert "step 3 of 2 epochs with batch 8" in text
     assert "Data: 40 images" in text
-    assert "| knn count | accuracy | 0.3125 | 0.2700 |" in text
+    assert "| knn count | accuracy | 31.2 % | 27.0 % |" in text
     assert "Results of the target encoder at step 3." in text
-    assert "0.1250" not in text
+    assert "12.5 %" not in text
     assert ("the target (EMA) encoder" in text) == (to != "ijepa")
 
 
@@ -386,9 +386,9 @@ def test_a_card_has_only_the_results_of_the_weights_that_were_exported(tmp_path:
         shutil.rmtree(folder)
         return found
 
-    assert values(run.path) == values(run.checkpoint) == ["0.2000", "0.4000"]
-    assert values(run.path, "context") == ["0.3000"]
-    assert values(older) == ["0.1000"]
+    assert values(run.path) == values(run.checkpoint) == ["20.0 %", "40.0 %"]
+    assert values(run.path, "context") == ["30.0 %"]
+    assert values(older) == ["10.0 %"]
     assert values(older, "context") == []
 
 
@@ -398,7 +398,7 @@ def test_the_one_encoder_of_a_run_of_pixels_has_the_results_of_either_branch(
     run = stopmim.pretrain(NoiseImages(), tmp_path / "run", tiny_mae(), stop_at=1)
     note(run, 0.2, step=1, branch="target")
     folder = export(run.path, "timm", tmp_path / "out", branch="context")
-    assert [row["value"] for row in results_in(folder)] == ["0.2000"]
+    assert [row["value"] for row in results_in(folder)] == ["20.0 %"]
 
 
 def test_a_card_tells_evaluations_apart_and_has_the_newest_of_those_it_cannot(
@@ -423,7 +423,7 @@ def test_a_card_tells_evaluations_apart_and_has_the_newest_of_those_it_cannot(
             note(run, value, **usual | other)
     rows = results_in(export(run.path, "timm", tmp_path / "same"))
     assert len({tuple(row.values()) for row in rows}) == len(rows) == len(several)
-    assert {row["value"] for row in rows} == {"0.7500"}
+    assert {row["value"] for row in rows} == {"75.0 %"}
     assert [row["chosen on"] for row in rows[:2]] == ["train", "test"]
     assert rows[0]["data"] == "a\\|b (9 images)"
     assert not {"seed", "fitted on"} & rows[0].keys()

@@ -145,7 +145,7 @@ def newest(lines: Sequence[Line]) -> list[Line]:
     last: dict[str, Line] = {}
     for line in lines:
         asked = {key: value for key, value in line.items() if key not in FOUND}
-        last[repr(sorted(asked.items()))] = line
+        last[repr(("value" in line, sorted(asked.items())))] = line
     return list(last.values())
 
 
