@@ -522,7 +522,7 @@ def test_a_row_runs_from_its_config_to_its_answers(name: str, tmp_path: Path) ->
         assert run.norms
         (only,) = run.answers
         assert metric(only) == "knn count"
-        assert 0 <= only["value"] <= 1
+        assert (only["unit"], 0 <= only["value"] <= 100) == ("percent", True)
         assert "random_init" in only
 
 

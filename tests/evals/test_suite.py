@@ -36,7 +36,7 @@ from stopmim.evals.finetune import Classifier, erase, finetune, groups, mix, rat
 from stopmim.evals.inputs import Inputs, open_encoder, open_pair, untrained
 from stopmim.evals.knn import choose_k, knn_predict
 from stopmim.evals.lowshot import classify, find_named, per_class
-from stopmim.evals.paired import bootstrap, mcnemar
+from stopmim.evals.paired import beside_random_init, bootstrap, mcnemar
 from stopmim.evals.protocols import Finetune, Knn, Linear, Lowshot, Protocol, RankMe, VideoTracking
 from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
@@ -507,6 +507,37 @@ def test_the_interval_of_a_difference_is_that_of_pairs() -> None:
     spread = 2.576 * math.sqrt(0.1 - 0.02**2) / math.sqrt(1000)
     assert (low, high) == pytest.approx((0.02 - spread, 0.02 + spread), abs=2e-3)
     assert bootstrap(0, 0, 50, 0) == (0.0, 0.0)
+
+
+def answers(accuracy: float, n: int, seed: int) -> Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed)) < accuracy
+
+
+def test_one_more_untrained_network_is_rarely_above_random_init_and_a_trained_one_is() -> None:
+    """Their accuracies vary by 4 points, which the images alone do not explain: 1 point each."""
+    rng, n = np.random.default_rng(0), 2500
+    wrong = blind = right = 0
+    for trial in range(200):
+        draws = rng.normal(0.4, 0.04, 5)
+        *before, null = (answers(p, n, 10 * trial + i) for i, p in enumerate(draws))
+        low, high = beside_random_init(null, before)
+        assert low < float(null.float().mean() - torch.stack(before).float().mean()) < high
+        wrong += low > 0
+        blind += beside_random_init(null, before[:1])[0] > 0
+        right += beside_random_init(answers(0.8, n, 10 * trial + 9), before)[0] > 0
+    assert wrong <= 3
+    assert blind > 30  # beside one network alone, it would look trained
+    assert right >= 150
+
+
+def test_networks_that_do_not_differ_leave_the_paired_interval_over_images() -> None:
+    ours, one = answers(0.6, 1000, 0), answers(0.5, 1000, 1)
+    gain = ours.float() - one.float()
+    half = 2.576 * float(gain.std(correction=0)) / math.sqrt(1000)
+    low, high = beside_random_init(ours, [one, one, one])
+    assert (high - low) / 2 == pytest.approx(half, rel=1e-3)
+    assert (high + low) / 2 == pytest.approx(float(gain.mean()), abs=1e-6)
+    assert beside_random_init(one, [one, one]) == (0.0, 0.0)
 
 
 def test_an_encoder_that_knows_is_better_than_one_that_does_not_and_equal_to_itself() -> None:

@@ -37,7 +37,7 @@ def in_percent(line: Line) -> dict[str, Any]:
         return {**line, "unit": ""}
     foreign = line.get("protocol") != "tracking" and "test_data" in line
     kept = {key: value for key, value in line.items() if not (foreign and key == "videos")}
-    return kept | {key: round(100 * x, 8) for key, x in known.items()} | {"unit": "percent"}
+    return kept | {key: 100 * x for key, x in known.items()} | {"unit": "percent"}
 
 
 # ------------------------------------------------------------------------------ of one result
