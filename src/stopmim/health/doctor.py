@@ -64,7 +64,7 @@ class Diagnosis:
         at = "" if self.step is None else f" at step {self.step}"
         said = [f"{self.verdict}{at}: {self.because}", *self.use]
         # A command stays in one piece.
-        lines = [x if self.evaluate in x[1:] else fill(x, 80, subsequent_indent="  ") for x in said]
+        lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in said]
         table = [
             {"": e.name, "now": _text(e.value), "untrained": _text(e.start)}
             | {"reference": _text(e.reference) if self.reference else "", "bar": e.bar}
@@ -87,7 +87,7 @@ class Diagnosis:
         said = []
         for tally in self.evaluations:
             kind = "useful in part" if tally.below else "useful"
-            where = f" on {tally.data}" if tally.data else ""
+            where = f", on {tally.data}" if tally.data else ""
             said.append(f"{kind if tally.above else 'evaluated'}: {tally}{where}")
         return said
 
@@ -95,6 +95,10 @@ class Diagnosis:
         fields = asdict(self) | {"exit_code": self.exit_code}
         fields |= {"evidence": [e._asdict() for e in self.evidence]}
         return json.dumps(fields | {"evaluations": [t._asdict() for t in self.evaluations]})
+
+
+def _wrapped(line: str) -> str:
+    return fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _text(value: float | None) -> str:

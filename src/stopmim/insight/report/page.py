@@ -203,7 +203,7 @@ def _compared(run: Run) -> dict[str, str]:
     """A line of the table of runs."""
     metrics, found = run.metrics, _diagnosis(run)
     said = [
-        f"{tally} on {tally.data}".removesuffix(" on ") for tally in tallies(of_run(run.results))
+        f"{tally}, on {tally.data}".removesuffix(", on ") for tally in tallies(of_run(run.results))
     ]
     last = metrics[-1] if metrics else {}
     measured: Logged = (measurements(metrics)[1] or [{}])[-1]
