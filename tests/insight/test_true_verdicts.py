@@ -127,4 +127,4 @@ def test_a_run_that_was_not_evaluated_is_told_how(
     assert main([command, str(run)]) == 0
     said = capsys.readouterr().out if command == "doctor" else (run / "report.html").read_text()
     said = re.sub("<[^>]+>", "", said)
-    assert f"ot evaluated yet: run stopmim eval suite {run}" in said
+    assert f"ot evaluated yet: run stopmim eval suite {run} --data scenes:64:24" in said

@@ -11,7 +11,6 @@ from stopmim.runs.verdict import (
     BELOW,
     EQUAL,
     Tally,
-    command,
     in_percent,
     judge,
     newest,
@@ -119,22 +118,6 @@ def test_of_a_run_only_its_newest_step_and_its_own_encoder_count() -> None:
     assert of_run(lines[2:3]) == lines[2:3]  # nothing but the context encoder was evaluated
     old = [{key: value for key, value in NEW.items() if key != "step"}]
     assert of_run(old) == old
-
-
-def test_the_command_that_evaluates_a_run_names_labelled_images(tmp_path: Path) -> None:
-    def of(source: object) -> str:
-        return command(Path("a run"), {"data": {"source": source}})
-
-    assert of("scenes:64:48") == "stopmim eval suite 'a run'"
-    assert of(str(tmp_path)) == "stopmim eval suite 'a run' --data LABELLED_IMAGES"
-    for name in ("cats", "dogs"):
-        (tmp_path / "pets" / name).mkdir(parents=True)
-        (tmp_path / "split" / {"cats": "train", "dogs": "val"}[name]).mkdir(parents=True)
-    assert of(str(tmp_path / "pets")).endswith(f"--data {tmp_path / 'pets'} --hold-out 0.2")
-    assert of(str(tmp_path / "split")).endswith(f"--data {tmp_path / 'split'}")
-    strange: list[object] = ["gone", "a\0b", None, {}, 3]
-    for odd in strange:
-        assert of(odd).startswith("stopmim eval suite 'a run'")
 
 
 def test_the_results_of_a_run_are_in_percent(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def write_pages(
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     template, path = environment.get_template("table.html"), folder / "evaluation.html"
-    shown = {"title": title, "facts": facts, "rows": table, "conclusions": said}
+    short = [{name: _short(cell) for name, cell in row.items()} for row in table]
+    shown = {"title": title, "facts": facts, "rows": short, "conclusions": said}
     write_whole(path, template.render(shown, right=RIGHT, css=css, legend=LEGEND))
     return path

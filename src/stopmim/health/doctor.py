@@ -25,8 +25,9 @@ from stopmim.health.reference import find_reference, training_share
 from stopmim.health.rules import EXIT_CODES, Signs, Verdict, fixed_targets, judge
 from stopmim.method.encoder import INITIALISERS
 from stopmim.runs import checkpoint
+from stopmim.runs.next_commands import how_to_evaluate
 from stopmim.runs.run import Run
-from stopmim.runs.verdict import Tally, command, of_run, tallies
+from stopmim.runs.verdict import Tally, of_run, tallies
 from stopmim.weights.load import load_model
 
 
@@ -133,7 +134,7 @@ def diagnose_run(run: Run) -> Diagnosis:
     """The verdict from the log of a run, with what its evaluations say about its use."""
     about, evaluations = run.about, tuple(tallies(of_run(run.results)))
     found = diagnose(run.metrics, run.config if "config" in about else None, about.get("data"))
-    todo = "" if evaluations else command(run.path, about)
+    todo = "" if evaluations else how_to_evaluate(run)
     return replace(found, evaluations=evaluations, evaluate=todo)
 
 

@@ -42,6 +42,16 @@ def evaluation_command(run: Run) -> str | None:
     return shlex.join(words + (["--skip", str(skip)] if skip else []))
 
 
+def how_to_evaluate(run: Run) -> str:
+    """The command that evaluates a run, with a placeholder if its own images do not serve."""
+    try:
+        own = evaluation_command(run)
+    except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
+        own = None
+    path = shlex.quote(str(run.path))
+    return own or f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
+
+
 def _around(source: str) -> str:
     """The folder around a training split, whose other folders may be its test split."""
     path = Path(source)

@@ -5,9 +5,7 @@ the interval of the difference to random init alone, never on the size of the di
 table, page, card and diagnosis takes its words from here. A line may hold anything.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stopmim.base.files import number
@@ -157,21 +155,3 @@ def of_run(lines: Sequence[Line]) -> list[Line]:
     own = [line for line in own if not steps or number(line.get("step")) == max(steps)]
     target = [line for line in own if line.get("branch", "target") == "target"]
     return target or own
-
-
-def command(path: Path, about: Mapping[str, Any]) -> str:
-    """The command that evaluates the run at `path`, whose run.json is `about`."""
-    data = about.get("data")
-    source = data.get("source") if isinstance(data, dict) else None
-    words = ["stopmim", "eval", "suite", str(path)]
-    if not isinstance(source, str) or source.split(":")[0] == "scenes":
-        return shlex.join(words)
-    try:
-        folders = {entry.name for entry in Path(source).iterdir() if entry.is_dir()}
-    except (OSError, ValueError):
-        folders = set()
-    if {"train"} < folders and folders & {"test", "val"}:
-        return shlex.join([*words, "--data", source])
-    if len(folders) > 1:  # one folder per class
-        return shlex.join([*words, "--data", source, "--hold-out", "0.2"])
-    return f"{shlex.join(words)} --data LABELLED_IMAGES"

@@ -32,8 +32,9 @@ from stopmim.insight.report import explorer, results
 from stopmim.insight.report.results import count_text, entry
 from stopmim.method.build import build, build_sampler
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs.next_commands import how_to_evaluate
 from stopmim.runs.run import Run
-from stopmim.runs.verdict import command, of_run, tallies
+from stopmim.runs.verdict import of_run, tallies
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def write_report(
         starts=[_start(_mapping(start)) for start in _sequence(about.get("starts"))],
         diagnosis=_diagnosis(run),
         conclusions=[tally.sentence for tally in tallies(of_run(lines))],
-        evaluate=command(run.path, about),
+        evaluate=how_to_evaluate(run),
         reference=reference,
         results=results.table(lines),
         compared=[_compared(one) for one in runs] if others else [],

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stopmim.health.log import number
-from stopmim.runs.verdict import ABOVE, BELOW, difference, newest, verdict, word
+from stopmim.runs.verdict import ABOVE, BELOW, difference, newest, word
 
 # Keys of a result that have a column of their own.
 _COLUMNS = {"name", "protocol", "label", "value", "low", "high", "random_init", "n", "selection"}
@@ -54,7 +54,7 @@ def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, 
         "chance": text(chance),
         "details": ", ".join(filter(None, (name, entry(line, "setting"), *others))),
         **dict.fromkeys(("interval", "difference", "left", "wide"), ""),
-        "verdict": verdict(line),
+        "verdict": word(line).removesuffix(" from"),  # its legend says what it is compared with
         "colour": _COLOURS.get(word(line), ""),
         "fill": place(value),
         "random": place(random_init),
