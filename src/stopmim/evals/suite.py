@@ -76,10 +76,11 @@ def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) 
     together = [p for p in protocols if p.cacheable and p.needs != "videos"]
     groups = [together, *([p] for p in protocols if p not in together)]
     found = []
-    for measured in (m for group in groups if group for m in _measure(inputs, group)):
-        found.append(measured)
-        if aloud:
-            say(described(measured.result))
+    for group in filter(None, groups):
+        for measured in _measure(inputs, group):
+            found.append(measured)
+            if aloud:
+                say(described(measured.result))
     return found
 
 
