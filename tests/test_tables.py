@@ -186,7 +186,8 @@ def test_tables_of_records_are_those_of_the_ablation_in_the_order_of_its_rows(
         ],
         "claim_differences": ["| StoP-0.25 | +3.0 \u00b1 12.7 |"],
         "claim_health": [
-            f"| {row} | 2 | healthy | 1.500 \u00b1 6.353 | 0.300 \u00b1 0.000 | 4.0 \u00b1 0.0 |"
+            f"| {row} | 2 | not collapsed "
+            "| 1.500 \u00b1 6.353 | 0.300 \u00b1 0.000 | 4.0 \u00b1 0.0 |"
             for row in ("plain", "StoP-0.25")
         ],
         "claim_cost": [f"| {row} | 20 | 1:30 | 0.22 |" for row in ("plain", "StoP-0.25")],

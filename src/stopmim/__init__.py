@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stopmim.base import schedules as schedules
     from stopmim.config import presets as presets
     from stopmim.config.schema import Config
+    from stopmim.evals.adapter import Adapter
     from stopmim.method import masks
     from stopmim.method import positions as positions
     from stopmim.method.encoder import Encoder, VisionTransformer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     masking = masks
 
 _HOME = {
+    "Adapter": "evals.adapter",
     "Batch": "method.model",
     "Config": "config.schema",
     "Encoder": "method.encoder",
@@ -59,6 +61,7 @@ _ALIASES = {
 }
 
 __all__ = [
+    "Adapter",
     "Batch",
     "Config",
     "Encoder",
