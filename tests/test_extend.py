@@ -21,6 +21,7 @@ EXAMPLES = {
 }
 BLOCK = re.compile(r"^```(python|diff|sh)\n(.*?)^```$", re.M | re.S)
 MOST = 40  # lines of an example, commands aside
+QUICK = ("A position", "An evaluation protocol")  # whose commands are fast tests
 # What a command must say, by its first words; a refusal is a line that names the reason.
 SAYS = {
     "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
@@ -69,17 +70,32 @@ def add(code: str, package: Path) -> None:
     file.write_text(text[:at] + body.strip("\n") + "\n\n\n" + text[at:])
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_needs_only_the_files_it_names(example: str, tmp_path: Path) -> None:
-    code = [*blocks(example, "python"), *blocks(example, "diff")]
-    # The first line of a block names a file and is no code.
-    assert sum(len(block.splitlines()) - 1 for block in code) <= MOST
-    package = tmp_path / "package" / "stopmim"
+def extended(example: str, folder: Path) -> Path:
+    """A copy of the package in `folder`, with the edits of the example."""
+    package = folder / "stopmim"
     shutil.copytree(ROOT / "src" / "stopmim", package)  # what was compiled fits: times are kept
     for block in blocks(example, "python"):
         add(block, package)
     for block in blocks(example, "diff"):
         apply(block, package)
+    return package
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short_and_fits_the_files_it_names(example: str, tmp_path: Path) -> None:
+    code = [*blocks(example, "python"), *blocks(example, "diff")]
+    # The first line of a block names a file and is no code.
+    assert sum(len(block.splitlines()) - 1 for block in code) <= MOST
+    for file in extended(example, tmp_path).rglob("*.py"):
+        compile(file.read_text(), file, "exec")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES],
+)
+def test_an_example_needs_only_the_files_it_names(example: str, tmp_path: Path) -> None:
+    package = extended(example, tmp_path / "package")
     (tmp_path / "my_arrays").mkdir()
     for i, image in enumerate(NoiseImages(40).images):
         np.save(tmp_path / "my_arrays" / f"{i}.npy", image)
