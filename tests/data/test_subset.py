@@ -151,7 +151,7 @@ def test_a_folder_with_a_test_part_is_not_split_again(
     words = ["eval", "knn", "random:vit_micro8@24", "--hold-out", "0.2", "--data"]
     assert main([*words, str(root)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--hold-out 0.2: {root} has a test part" in line
+    assert f"--hold-out 0.2: {root} has a test split" in line
     fixes = tmp_path / "fixes.jsonl"
     fixes.write_text('{"name": "part0/003.png"}\n')
     assert main([*words, str(root / "train"), "--skip", str(fixes)]) == 0

@@ -127,7 +127,7 @@ def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
         parts = open_images(source, "train"), open_images(source, "test")
     except NoPartError:
         raise DataError(
-            f"{source}: has no separate training and test part, as train/ and val/; name data "
+            f"{source}: has no separate training and test splits, as train/ and val/; name data "
             f"that has both with --eval DATA"
         ) from None
     train, test = both_without_skipped(*parts, request.get("skip"))

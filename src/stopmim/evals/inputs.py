@@ -1,4 +1,4 @@
-"""Inputs of an evaluation: an encoder by name, images in two parts, labels, features."""
+"""Inputs of an evaluation: an encoder by name, images in two splits, labels, features."""
 
 import copy
 import re
@@ -210,7 +210,7 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
         return both_without_skipped(*parts, request.skip)
     if open_test(data) is not None:
         raise UserError(
-            f"--hold-out {share:g}: {data} has a test part: leave --hold-out out, or give the "
+            f"--hold-out {share:g}: {data} has a test split: leave --hold-out out, or give the "
             f"training images alone as --data"
         )
     images = _labelled(without_skipped(open_images(data), request.skip))

@@ -34,14 +34,14 @@ class ImageRequest(Request):
     """The same, with the images and labels to evaluate on."""
 
     data: Annotated[str | None, "DATA"] = None
-    """labelled images in train and test parts: a folder, or scenes:N:SIZE:SEED (test: SEED + 1);
+    """labelled images in train and test splits: a folder, or scenes:N:SIZE:SEED (test: SEED + 1);
     default: scenes:4096 at the encoder's size"""
     train: Annotated[str | None, "DATA"] = None
-    """labelled images to fit on, if the two parts are stored apart; needs --test"""
+    """labelled images to fit on, if the two splits are stored apart; needs --test"""
     test: Annotated[str | None, "DATA"] = None
     """labelled images to test on; needs --train"""
     hold_out: Annotated[float | None, "SHARE"] = None
-    """if --data has one part only: share of each class to test on, e.g. 0.2"""
+    """if --data has one split only: share of each class to test on, e.g. 0.2"""
     skip: Annotated[Path | None, "FILE.jsonl"] = None
     """leave out the images listed in this file, in both parts: see `stopmim check --fix-list`"""
     label: Annotated[tuple[str, ...], "NAME ..."] = ()
