@@ -168,6 +168,8 @@ def test_a_command_works_as_written(line: str) -> None:
 @pytest.mark.parametrize("block", PYTHON)
 def test_a_python_block_runs(block: str) -> None:
     # What the reader of such a block has at hand.
+    for name in ("a.jpg", "b.jpg"):
+        Image.new("RGB", (60, 48)).save(name)
     names: dict[str, Any] = {
         "images": torch.randn(2, 3, 48, 48),
         "context_index": torch.arange(12).expand(2, 12),

@@ -424,7 +424,7 @@ def test_a_card_tells_evaluations_apart_and_has_the_newest_of_those_it_cannot(
     rows = results_in(export(run.path, "timm", tmp_path / "same"))
     assert len({tuple(row.values()) for row in rows}) == len(rows) == len(several)
     assert {row["value"] for row in rows} == {"75.0 %"}
-    assert [row["chosen on"] for row in rows[:2]] == ["train", "test"]
+    assert [row["chosen on"] for row in rows[:2]] == ["held-out", "paper"]
     assert rows[0]["data"] == "a\\|b (9 images)"
     assert not {"seed", "fitted on"} & rows[0].keys()
     note(run, 0.5, **usual | {"seed": 1})

@@ -156,7 +156,8 @@ class Report:
     def _similar(self) -> list[Row]:
         """Rows about copies within this split, and images that do not fit a square."""
         extra = sum(len(group) - 1 for group in self.copies)
-        rows = [("copies", f"{extra:,}: these images are the same" if extra else "none")]
+        split = "" if self.test else "; remove them before eval --hold-out, which may part them"
+        rows = [("copies", f"{extra:,}: these images are the same{split}" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
         extra = sum(len(group) - 1 for group in self.near)
         look = f"{extra:,}: these look the same, resized, re-encoded or cropped"

@@ -38,6 +38,7 @@ from stopmim.weights.vit import Branch
 
 QUESTIONS = ("count", "distance", "shape")  # labels of scenes; colour is visible in one pixel
 NO_IMAGES = Arrays(np.empty((0, 1, 1, 3), np.uint8), {}, [], "none")  # for videos alone
+FEW_IMAGES = 10_000  # up to so many, eight untrained networks are compared with, else four
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,15 @@ class Inputs:
     def untrained_twins(self) -> Iterator[Self]:
         """The same with random weights; none if nobody knows how the encoder was initialised."""
         if isinstance(self.encoder, VisionTransformer):
-            for seed in range(self.seed, self.seed + self.request.random_inits):
+            for seed in range(self.seed, self.seed + self.random_inits):
                 yield replace(self, encoder=untrained(self.encoder, seed), untrained=True)
+
+    @property
+    def random_inits(self) -> int:
+        """Untrained networks to compare with: each takes as long as the encoder."""
+        few = len(self.train) + len(self.test) <= FEW_IMAGES
+        asked = self.request.random_inits
+        return (8 if few else 4) if asked is None else asked
 
     @property
     def without_images(self) -> bool:

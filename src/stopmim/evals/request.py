@@ -43,15 +43,16 @@ class ImageRequest(Request):
     hold_out: Annotated[float | None, "SHARE"] = None
     """if --data has one split only: share of each class to test on, e.g. 0.2"""
     skip: Annotated[Path | None, "FILE.jsonl"] = None
-    """leave out the images listed in this file, in both parts: see `stopmim check --fix-list`"""
+    """leave out the images listed in this file, in both splits: see `stopmim check --fix-list`"""
     label: Annotated[tuple[str, ...], "NAME ..."] = ()
     """labels to predict, e.g. count distance; default: all"""
     size: Annotated[int | None, "INT"] = None
     """image size in pixels; default: the encoder's"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
-    random_inits: int = 4
-    """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison"""
+    random_inits: Annotated[int | None, "INT"] = None
+    """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison;
+    default: 8, or 4 for more than 10,000 images"""
     crops: Annotated[TaskName | None, "RECIPE"] = None
     """crop and resize as this published recipe does; default: as --recipe, or centre crops"""
 

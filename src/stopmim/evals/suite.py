@@ -42,7 +42,7 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
-    total = inputs.request.random_inits if paired else 1
+    total = inputs.random_inits if paired else 1
     for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
         say(f"{RANDOM_INIT}, network {i + 1} of {total}")
         for measured in measure(twin, paired if i else possible):

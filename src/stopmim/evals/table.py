@@ -11,13 +11,12 @@ from stopmim.base.files import write_whole
 from stopmim.base.tables import aligned, markdown
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
-from stopmim.runs.verdict import LEVEL, RANDOM_INIT, difference, tallies
+from stopmim.runs.verdict import LEVEL, RANDOM_INIT, difference, resolution, tallies
 
 HERE = Path(__file__).parent
 PM = "\u00b1"
 RIGHT = {"chance", "random", "value", "95 % interval", "difference", "n", "A", "B", "B - A", "p"}
 RIGHT |= {f"{LEVEL} % interval"}
-CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}
 WIDE = {"95 % interval", "n", "setting", "p"}  # columns that a terminal has no room for
 LEGEND = f"""\
 Percent, except the effective rank (rankme). Random: the mean of untrained
@@ -50,7 +49,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, str]]:
             "difference": f"{line['difference']:+.1f}{shown}" if "difference" in line else "",
             "verdict": line.get("verdict", ""),
             "n": f"{line['n']:,}",
-            "chosen": CHOSEN[line["selection"]],
+            "chosen on": line["selection"],
             "setting": line.get("setting", ""),
         }
         table.append(row)
@@ -76,11 +75,11 @@ def compared(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
 
 
 def text(table: Sequence[Mapping[str, str]]) -> str:
-    """Aligned text for a terminal, without wide and empty columns, and `chosen` if all agree."""
+    """Aligned text for a terminal, without wide and empty columns, and `chosen on` if all agree."""
     if not table:
         return "no results"
-    chosen = {row["chosen"] for row in table if "chosen" in row} - {CHOSEN["none"]}
-    hidden = WIDE | ({"chosen"} if len(chosen) < 2 else set())
+    chosen = {row["chosen on"] for row in table if "chosen on" in row} - {"none"}
+    hidden = WIDE | ({"chosen on"} if len(chosen) < 2 else set())
     kept = [{k: _short(v) for k, v in row.items() if k not in hidden} for row in table]
     return aligned(kept, RIGHT)
 
@@ -93,7 +92,7 @@ def _short(cell: str) -> str:
 def conclusions(results: Sequence[Result], facts: Mapping[str, Any]) -> list[str]:
     """A sentence per data set that counts the verdicts."""
     lines = [dict(facts) | result.as_dict() for result in results]
-    return [tally.sentence for tally in tallies(lines)]
+    return [*(tally.sentence for tally in tallies(lines)), *resolution(lines)]
 
 
 def write_pages(

@@ -1,4 +1,4 @@
-"""Is my run healthy? A verdict from the log of a run, with its evidence and advice.
+"""Has my run collapsed, and is it of use? A verdict with its evidence and advice.
 
 Two questions, kept apart: whether the training has collapsed, which the log answers by the rules in
 rules.py, and whether the encoder is of use, which only evaluations answer. `diagnose` is a pure
@@ -46,6 +46,7 @@ class Diagnosis:
     evidence: tuple[Evidence, ...] = ()
     advice: tuple[str, ...] = ()
     step: int | None = None  # the verdict is about the run up to this step
+    total: int | None = None  # updates of the whole run, if they are not all done
     keep: int | None = None  # the step with the best weights, if known
     reference: str | None = None  # name of the reference run, if there is one
     evaluations: tuple[Tally, ...] = ()  # one per data set
@@ -63,6 +64,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
+        at += "" if self.total is None else f" of {self.total}"
         said = [f"{self.verdict}{at}: {self.because}", *self.use]
         # A command stays in one piece.
         lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in said]
@@ -127,7 +129,9 @@ def diagnose(
     if verdict == "over-training":  # the most rank that images decide
         best = max(lines, key=lambda x: x["target_rank"] * x["target_image_share"])
         keep = int(best["step"])
-    return Diagnosis(verdict, because, evidence, advice, int(now["step"]), keep, name)
+    return Diagnosis(
+        verdict, because, evidence, advice, int(now["step"]), keep=keep, reference=name
+    )
 
 
 def diagnose_run(run: Run) -> Diagnosis:
@@ -135,7 +139,18 @@ def diagnose_run(run: Run) -> Diagnosis:
     about, evaluations = run.about, tuple(tallies(of_run(run.results)))
     found = diagnose(run.metrics, run.config if "config" in about else None, about.get("data"))
     todo = "" if evaluations else how_to_evaluate(run)
-    return replace(found, evaluations=evaluations, evaluate=todo)
+    return replace(found, evaluations=evaluations, evaluate=todo, total=_unfinished(run))
+
+
+def _unfinished(run: Run) -> int | None:
+    """Updates of the whole run, if it has not made them all."""
+    try:
+        optim, images = run.config.optim, int(run.about["data"]["images"])
+    except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
+        return None
+    total = optim.epochs * (images // optim.batch_size)
+    done = max((int(line["step"]) for line in run.metrics[-1:] if "step" in line), default=0)
+    return total if done < total else None
 
 
 # The number, its name, and what the rules ask of a run that is not collapsed: more than a number,

@@ -81,9 +81,10 @@ def judge(s: Signs) -> Finding:
         why = "the fixed targets, such as pixels, are the same for all images"
         return Finding("collapse", why, (CHECK_DATA,))
     if s.learned and s.relative("target_rank") > 0.5:
-        return Finding(
-            "not collapsed", "the predictor tells images apart, and the targets are rich"
-        )
+        kept = s.relative("target_rank")
+        rank = "gained rank" if kept > 1 else f"kept {kept:.0%} of their rank".replace("%", " %")
+        why = f"the predictor tells images apart, and the targets have {rank}"
+        return Finding("not collapsed", why if not fixed_targets(now) else why.partition(",")[0])
     if (
         half is not now
         and max(now["skill"], half["skill"]) < 0.03

@@ -11,7 +11,7 @@ HOLD_OUT = "0.2"  # share of the images to test on, where they have no test spli
 
 
 def next_commands(run: Run) -> str:
-    """What to type next: is the run healthy, what does it know, and a page about both."""
+    """What to type next: has it collapsed, what does it know, and a page about both."""
     path = shlex.quote(str(run.path))
     measured = run.config.runtime.health_every != 0
     images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"
@@ -38,7 +38,8 @@ def evaluation_command(run: Run) -> str | None:
     except UserError:  # they are gone, or no source but objects in memory
         return None
     words += [source, "--hold-out", HOLD_OUT] if whole is None else [whole]
-    skip = run.config.data.skip
+    bad = run.path / "bad_files.jsonl"  # would end an evaluation
+    skip = run.config.data.skip or (bad if bad.exists() else None)
     return shlex.join(words + (["--skip", str(skip)] if skip else []))
 
 

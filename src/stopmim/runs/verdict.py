@@ -138,6 +138,21 @@ def tallies(lines: Sequence[Line]) -> list[Tally]:
     return found
 
 
+def resolution(lines: Sequence[Line]) -> list[str]:
+    """A sentence on what the intervals could not show, if a verdict is that there is nothing."""
+    open_ones = [line for line in lines if word(line) == EQUAL]
+    halves = sorted((d[2] - d[1]) / 2 for line in open_ones if (d := difference(line)))
+    if not halves:
+        return []
+    sizes = sorted(n for line in open_ones if (n := number(line.get("n"))) is not None)
+    images = f" with {sizes[0]:,.0f} test images" if sizes else ""
+    return [
+        f"Not distinguishable is no proof of equality: differences below about "
+        f"{halves[len(halves) // 2]:.0f} points cannot be told apart{images}; more of them, or "
+        f"more --random-inits, narrow this."
+    ]
+
+
 def newest(lines: Sequence[Line]) -> list[Line]:
     """One line per question, the last: a question may be asked again, by a newer version too."""
     last: dict[str, Line] = {}

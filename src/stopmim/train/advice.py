@@ -115,10 +115,14 @@ def warnings(plan: Plan) -> list[str]:
             f"of {2 * DETAIL} px are read many times as fast"
         )
     if facts.count < FEW:
-        better = "features --encoder" if on_cpu else "pretrain --preset continue_b16 --init"
+        better = (
+            "features DATA --encoder FILE --out x.npz"
+            if on_cpu
+            else "pretrain DATA --preset continue_b16 --init FILE --out RUN"
+        )
         said.append(
-            f"{facts.count:,} images are few to learn from: expect a few points over random init; "
-            f"a public encoder may serve better: stopmim {better} FILE"
+            f"{facts.count:,} images are few to learn from: expect little over random init; a "
+            f"public encoder may serve better (docs/encoders.md): stopmim {better}"
         )
     return said
 

@@ -21,7 +21,6 @@ from stopmim.weights.format import Contents, Format
 from stopmim.weights.vit import Branch
 
 FOUND = 3  # cells about what was found
-CHOSEN = {"none": "-", "held-out": "train", "paper": "test"}  # as in the tables of evals
 
 
 def card(target: Format, contents: Contents, encoder: VisionTransformer, branch: Branch) -> str:
@@ -88,7 +87,7 @@ def _cells(line: dict[str, Any]) -> dict[str, str]:
         "data": line.get("videos" if line["protocol"] == "tracking" else "test_data"),
         "fitted on": line.get("train_data"),
         "labels": line.get("train"),
-        "chosen on": CHOSEN.get(str(chosen), chosen),
+        "chosen on": chosen,
         "setting": line.get("setting"),
         "size": line.get("size"),
         "seed": line.get("seed"),

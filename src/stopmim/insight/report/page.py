@@ -8,7 +8,7 @@ The browser may run that one script, by its hash, and no other.
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from stopmim.method.build import build, build_sampler
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs.next_commands import how_to_evaluate
 from stopmim.runs.run import Run
-from stopmim.runs.verdict import of_run, tallies
+from stopmim.runs.verdict import newest, of_run, resolution, tallies
 
 T = TypeVar("T")
 
@@ -87,10 +87,8 @@ def write_report(
         seconds=training_seconds(metrics, config.optim.batch_size) if config else 0,
         starts=[_start(_mapping(start)) for start in _sequence(about.get("starts"))],
         diagnosis=_diagnosis(run),
-        conclusions=[tally.sentence for tally in tallies(of_run(lines))],
-        evaluate=how_to_evaluate(run),
+        **_judged(run, lines),
         reference=reference,
-        results=results.table(lines),
         compared=[_compared(one) for one in runs] if others else [],
         panels=_panels(metrics),
         views=views,
@@ -105,6 +103,17 @@ def write_report(
     path = out or run.path / "report.html"
     write_whole(path, text)
     return path
+
+
+def _judged(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The results, and what follows from them."""
+    own = of_run(lines)
+    return {
+        "conclusions": [tally.sentence for tally in tallies(own)],
+        "resolution": resolution(newest(own)),
+        "evaluate": how_to_evaluate(run),
+        "results": results.table(lines),
+    }
 
 
 def _visible(value: object) -> str:
