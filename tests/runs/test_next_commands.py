@@ -59,6 +59,19 @@ def test_without_labels_there_are_pictures_and_what_an_evaluation_needs(
     ]
 
 
+def test_images_that_training_could_not_read_are_left_out_of_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("photos"))
+    broken = sorted(Path("photos/part0").iterdir())[0]
+    broken.write_bytes(broken.read_bytes()[:60])
+    said = next_commands(pretrain("photos", "run", tiny(**{"data.max_bad": 1.0})))
+    (command,) = [line for line in said.splitlines() if "eval suite" in line]
+    assert command.endswith("--skip run/bad_files.jsonl")
+    assert main(shlex.split(command.replace("suite", "knn"))[1:]) == 0
+
+
 def test_images_that_are_gone_or_were_never_on_a_disk_have_no_command(tmp_path: Path) -> None:
     run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
     assert "--data FOLDER" in next_commands(run)

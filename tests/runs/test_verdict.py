@@ -15,6 +15,7 @@ from stopmim.runs.verdict import (
     judge,
     newest,
     of_run,
+    resolution,
     tallies,
     verdict,
 )
@@ -96,6 +97,14 @@ def test_questions_are_counted_for_each_data_set_by_itself() -> None:
 def test_a_null_result_is_put_into_words_without_the_word_above() -> None:
     for equal in (1, 2, 9):
         assert "above" not in Tally("birds", 0, equal, 0).sentence
+
+
+def test_a_verdict_of_nothing_says_what_could_not_be_seen() -> None:
+    wide, narrow = judged(-4, 24, n=84), judged(2, 18, n=84)
+    (said,) = resolution([wide, narrow])
+    assert "differences below about 14 points" in said  # of the open question alone
+    assert "with 84 test images" in said
+    assert resolution([narrow]) == []
 
 
 def test_a_question_asked_again_counts_once_with_its_newest_answer() -> None:
