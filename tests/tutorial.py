@@ -95,6 +95,7 @@ def draw(text: str, run: Path) -> None:
             ):
                 page.call("Emulation.setScrollbarsHidden", hidden=True)
                 page.open(run / "report.html")
+                page.ask("document.querySelector('.path').textContent = 'runs/photos'")
                 (source := run / "report.png").write_bytes(page.screenshot())
         picture = Image.open(source).convert("RGB")
         picture.thumbnail((WIDE, 2 * WIDE))

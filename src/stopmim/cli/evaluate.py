@@ -71,7 +71,7 @@ def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
     record(lines, [result.as_dict() for result in results], facts)
     parts = [table.text(table.rows(results))]
     if said := table.conclusions(results, facts):
-        parts += [table.LEGEND, *(fill(sentence, 80) for sentence in said)]
+        parts += [table.LEGEND, *(fill(sentence, 80, break_on_hyphens=False) for sentence in said)]
     if len(kinds) > 1 and lines is not None:
         title = f"Evaluation of {Path(name).name or name}"
         parts.append(str(table.write_pages(lines.parent, results, title, facts)))

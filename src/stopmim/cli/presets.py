@@ -94,4 +94,6 @@ def _time(preset: "Preset") -> str:
 
 def _compact(count: int) -> str:
     """50,000 as 50k, and 1,281,167 as 1.3M."""
+    if count < 1000:
+        return str(count)
     return f"{count / 1e6:.2g}M" if count >= 1e6 else f"{count / 1e3:.2g}k"
