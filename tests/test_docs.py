@@ -131,6 +131,8 @@ def test_a_command_works_as_written(line: str) -> None:
             assert parse(["export", *words]) is not None  # test_export.py, test_push.py have it all
         case ["stopmim", "eval", ("suite" | "tracking") as protocol, *words]:
             assert parse(["eval", protocol, *words]) is not None  # test_suite.py has the whole
+        case ["stopmim", "eval", ("knn" | "linear" | "lowshot") as protocol, *words]:
+            assert main(["eval", protocol, *words, "--random-inits", "1"]) == 0  # sooner
         case ["stopmim", "eval", "finetune", *words]:
             assert main(["eval", "finetune", *words, "--epochs", "1"]) == 0
         case ["stopmim", "ablate", *words] if "--list" not in words:

@@ -21,7 +21,7 @@ EXAMPLES = {
 }
 BLOCK = re.compile(r"^```(python|diff|sh)\n(.*?)^```$", re.M | re.S)
 MOST = 40  # lines of an example, commands aside
-QUICK = ("A position", "An evaluation protocol")  # whose commands are fast tests
+QUICK = ("A position",)  # whose commands are fast tests
 # What a command must say, by its first words; a refusal is a line that names the reason.
 SAYS = {
     "A position": {"inspect": "dropped positions", "export": "no place for dropped positions"},
