@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from stopmim.base.console import duration, say
@@ -39,7 +40,8 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     lines.unlink(missing_ok=True)  # of an earlier demo in this folder
     record(lines, [result.as_dict() for result in results], facts)
     page = write_report(run, images)
-    for part in (table.text(table.rows(results)), table.LEGEND, *table.conclusions(results, facts)):
+    said = [fill(line, 80, break_on_hyphens=False) for line in table.conclusions(results, facts)]
+    for part in (table.text(table.rows(results)), table.LEGEND, *said):
         say(part)
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run
