@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stopmim.base.files import number as number
+from stopmim.base.files import number
 
 Logged = Mapping[str, Any]  # one line, or the measurements in it
 

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stopmim.base.errors import UserError
+from stopmim.base.files import number
 from stopmim.config.yaml_text import parse_yaml
-from stopmim.health.log import Logged, measurements, number
+from stopmim.health.log import Logged, measurements
 from stopmim.insight.figures.pictures import COLOURS, SERIES, house_style, panels, style_plot
 from stopmim.runs.run import Run
 

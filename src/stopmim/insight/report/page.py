@@ -18,13 +18,13 @@ from markupsafe import Markup
 
 from stopmim._version import __version__
 from stopmim.base.errors import UserError
-from stopmim.base.files import write_whole
+from stopmim.base.files import number, write_whole
 from stopmim.config.schema import Config, flatten, resolve
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.health.doctor import Diagnosis, diagnose_run
-from stopmim.health.log import Logged, measurements, number, training_seconds
+from stopmim.health.log import Logged, measurements, training_seconds
 from stopmim.health.reference import find_reference
 from stopmim.insight.figures import curves, neighbours, pictures, similarity
 from stopmim.insight.figures.subject import images_of

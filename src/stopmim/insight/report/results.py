@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from stopmim.health.log import number
+from stopmim.base.files import number
 from stopmim.runs.verdict import ABOVE, BELOW, difference, newest, word
 
 # Keys of a result that have a column of their own.
