@@ -32,7 +32,7 @@ def shown(width: int, run: tuple[int, int, int, int], monkeypatch: pytest.Monkey
         for step in (done - 1, done):
             progress.show(step, values, 1e-3, read=True)
         # As if every update had taken a quarter of a second, at 12,345 images a second.
-        ticker.marks[-1] = (done - 1, ticker.now - 0.25)
+        ticker.mark = (done - 1, ticker.now - 0.25)
         progress.rate = 12345.6
         progress.show(done, values, 1e-3, read=True)
         assert ticker.live
@@ -91,6 +91,20 @@ def test_the_time_left_is_told_without_the_first_item_which_may_be_compiled(
     assert ticker.seconds_left == 100
     now[0] += 5
     assert ticker.seconds_left == 95  # it goes on between two updates
+
+
+def test_a_compilation_now_and_then_does_not_make_it_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of a new shape take a minute, the others 10 ms: 10 s are left, and never hours."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    ticker, said = Ticker("pretrain", 1100), []
+    for step in range(1, 101):
+        now[0] += 60 if step in (1, 2, 5, 40) else 0.01
+        ticker.update(step)
+        said.append(ticker.seconds_left)
+    assert said[0] is None
+    assert said[-1] == pytest.approx(10, rel=0.1)
+    assert max(left for left in said[2:] if left) < 12
 
 
 def test_there_is_a_sign_of_life_only_where_something_takes_long(

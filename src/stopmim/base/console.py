@@ -19,6 +19,8 @@ GAP = "  "  # between two pieces of a line
 BAR = 24  # columns of the widest bar
 QUIET = 2.0  # seconds before a sign of life
 BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to keep logs short
+UNUSUAL = 20  # times slower than usual ...
+SLOW = 1.0  # ... and slower than this, in seconds: such an item tells nothing about the others
 
 
 class Ticker:
@@ -28,9 +30,8 @@ class Ticker:
         self.what, self.total, self.done = what, total, done
         self.numbers: Sequence[str] = ()
         self.extra: Sequence[str] = ()  # for a wide terminal
-        # The first item may include a compilation: the time left is told from the others.
         self.start = self.now = self.last_line = time.monotonic()
-        self.marks = [(done, self.start)]
+        self.mark: tuple[int, float] | None = None  # items and time the time left is told from
         self.live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self.live = Live(get_renderable=self.rendered, console=console, transient=True)
@@ -51,10 +52,10 @@ class Ticker:
 
     def update(self, done: int, *numbers: str, extra: Sequence[str] = ()) -> None:
         """Moves on to `done` items; `numbers` are shown whole, `extra` where there is room."""
-        self.done, self.now = done, time.monotonic()
-        if len(self.marks) == 1:
-            self.marks.append((done, self.now))
-            self.early.cancel()
+        now = time.monotonic()
+        if done > self.done:
+            self._pass_over_unusual(done, now)
+        self.done, self.now = done, now
         if numbers:
             self.numbers, self.extra = numbers, extra
         least, most = BETWEEN
@@ -63,14 +64,29 @@ class Ticker:
         if not self.live and self.numbers and is_due:
             self._say()
 
+    def _pass_over_unusual(self, done: int, now: float) -> None:
+        """Moves the mark past items that take minutes to compile while the others take a moment."""
+        if self.mark is None:  # the first item
+            self.early.cancel()
+            self.mark = done, now
+            return
+        count, at = self.mark
+        if self.done == count:
+            return
+        took, usual = (now - self.now) / (done - self.done), (self.now - at) / (self.done - count)
+        if took > max(SLOW, UNUSUAL * usual):
+            self.mark = count + done - self.done, at + now - self.now  # it does not count
+        elif UNUSUAL * took < usual:  # those before were the unusual ones
+            self.mark = self.done, self.now
+
     @property
     def seconds_left(self) -> float | None:
-        """Expected time to the end; None before the first item is done."""
-        begun = [mark for mark in self.marks if mark[0] < self.done]
-        if not begun:
+        """Expected time to the end; None before the second item is done."""
+        if self.done >= self.total:
+            return 0.0
+        if self.mark is None or self.mark[0] == self.done:
             return None
-        done, at = begun[-1]
-        per_item = (self.now - at) / (self.done - done)
+        per_item = (self.now - self.mark[1]) / (self.done - self.mark[0])
         return max(0.0, per_item * (self.total - self.done) - (time.monotonic() - self.now))
 
     def rendered(self) -> Text:
@@ -92,7 +108,8 @@ class Ticker:
 
     def _needed(self) -> list[str]:
         seconds = self.seconds_left
-        begun = f"first one: {duration(time.monotonic() - self.start)} so far"
+        waited = duration(time.monotonic() - self.start)
+        begun = f"first one: {waited} so far" if self.mark is None else f"{waited} so far"
         left = begun if seconds is None else f"{duration(seconds)} left"
         percent = math.floor(100 * self.done / max(1, self.total))
         return [f"{self.done}/{self.total}", f"{percent} %", left, *self.numbers]

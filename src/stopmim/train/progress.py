@@ -46,8 +46,7 @@ class Progress:
         self.ticker, self.config, self.per_epoch = ticker, config, per_epoch
         self.step, self.time = ticker.done, ticker.start  # of the last reading
         self.rate = 0.0  # images per second since the reading before
-        self.begun: float | None = None  # when the first update was done
-        self.told = False
+        self.begun = self.told = False
 
     def show(self, step: int, values: Mapping[str, Tensor], lr: float, *, read: bool) -> None:
         """After update `step`; `read`: its loss is known, so that reading it does not wait."""
@@ -66,10 +65,10 @@ class Progress:
             self.ticker.update(step, *numbers, extra=extra)
         else:
             self.ticker.update(step)
-        if self.begun is None:
-            self.begun = now
+        if not self.begun:
+            self.begun = True
             self._look_at_memory()
-        elif not self.told and now - self.begun > SURE:
+        elif not self.told and self.ticker.mark and now - self.ticker.mark[1] > SURE:
             self.told = True
             if (left := self.ticker.seconds_left) and left > WORTH:
                 say(f"about {rough(left)} left, until {clock(left)}")
