@@ -12,7 +12,7 @@ from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.folder import Folder
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Subset, split_by_class, underlying
+from stopmim.data.subset import Subset, find_named, split_by_class, underlying
 from stopmim.evals.inputs import choose_labels, open_encoder
 from stopmim.evals.views import middle
 from tiny import write_folder, write_parts
@@ -37,6 +37,66 @@ def test_some_images_keep_names_pixels_and_labels_and_have_a_fingerprint_of_thei
     assert values(some) == [3, 7]
     assert some.labels["class"].tolist() == [0, 1]
     assert len({images.fingerprint, some.fingerprint, Subset(images, [3, 8]).fingerprint}) == 3
+
+
+class Named(Arrays):
+    """Images of which only the names matter."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(np.zeros((len(names), 1, 1, 3), np.uint8), {}, [], "")
+        self.names = names
+
+    def name(self, i: int) -> str:
+        return self.names[i]
+
+
+@pytest.mark.parametrize(
+    ("names", "listed", "found"),
+    [
+        # Whole paths, with or without ./, split and extension, before base names.
+        ("cat/7.png dog/7.png", "dog/7.png", "dog/7.png"),
+        ("cat/7.png dog/7.png", "./dog/7.png train/cat/7.png", "cat/7.png dog/7.png"),
+        ("cat/7.png dog/7.png", "dog/7", "dog/7.png"),
+        ("7.png dog/7.png", "7.png", "7.png"),
+        ("a/cat/7.png cat/7.png", "cat/7.png", "cat/7.png"),
+        ("1.tar/cat/7.png 2.tar/dog/7.png", "dog/7.png", "2.tar/dog/7.png"),
+        # Unique base names, wherever the images are.
+        ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2_5.JPEG n2_5.JPEG", "n2/n2_5.JPEG"),
+        ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2_5", "n2/n2_5.JPEG"),
+        ("n2_5.JPEG n1_5.JPEG", "n1/n1_5.JPEG", "n1_5.JPEG"),
+        ("part/3.png part/7.png", "elsewhere/3.png", "part/3.png"),
+    ],
+)
+def test_a_list_finds_whole_paths_and_unique_base_names(
+    names: str, listed: str, found: str, tmp_path: Path
+) -> None:
+    images, file = Named(*names.split()), tmp_path / "few.txt"
+    file.write_text("\n\n".join(listed.split()) + "\n")
+    assert [images.name(i) for i in find_named(images, file)] == found.split()
+
+
+@pytest.mark.parametrize(
+    ("names", "listed", "said"),
+    [
+        ("a/7.png b/7.png c/7.png", "7.png", "7.png could be a/7.png or b/7.png; write its whole"),
+        ("a/7.png b/7.png", "elsewhere/7.png", "elsewhere/7.png could be a/7.png or b/7.png"),
+        ("a/7.png a/7.jpg", "a/7", "a/7 could be a/7.png or a/7.jpg"),
+        ("a/x/7.png b/x/7.png", "x/7.png", "x/7.png could be a/x/7.png or b/x/7.png"),
+        ("a/7.png b/8.png", "9.png 7.png 5.png", "among the 2 training images: 9.png and 1 more"),
+        # There is a folder b, and it has no such file.
+        ("a/7.png b/8.png", "b/7.png", "not among the 2 training images: b/7.png$"),
+        ("a/7.png b/8.png", "train/b/7.png", "not among the 2 training images: train/b/7.png$"),
+        ("a/7.png b/8.png", "7.jpg", "not among the 2 training images: 7.jpg$"),
+        ("a/7.png", "", "an empty list; expected the name of an image per line"),
+    ],
+)
+def test_a_list_that_is_ambiguous_or_names_others_is_refused(
+    names: str, listed: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "few.txt"
+    file.write_text("\n".join(listed.split()))
+    with pytest.raises(DataError, match=rf"^[^\n]*few.txt: [^\n]*{said}"):
+        find_named(Named(*names.split()), file)
 
 
 def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:

@@ -10,7 +10,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -21,21 +21,23 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stopmim import Run, pretrain
-from stopmim.base.errors import DataError, UserError
+from stopmim.base.errors import UserError
+from stopmim.base.files import read_jsonl
 from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.probe import bench_probe
 from stopmim.cli import main
+from stopmim.data.images import Images
 from stopmim.data.index_cache import folder
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset
-from stopmim.evals import cache, table
+from stopmim.evals import cache, lowshot, table
 from stopmim.evals.compare import Comparison, compare
 from stopmim.evals.features import frozen
 from stopmim.evals.finetune import Classifier, erase, finetune, groups, mix, rate
 from stopmim.evals.inputs import Inputs, open_encoder, open_pair, untrained
 from stopmim.evals.knn import choose_k, knn_predict
-from stopmim.evals.lowshot import classify, find_named, per_class
+from stopmim.evals.lowshot import classify, fit_logistic, per_class, standardise
 from stopmim.evals.paired import beside_random_init, bootstrap, mcnemar
 from stopmim.evals.protocols import Finetune, Knn, Linear, Lowshot, Protocol, RankMe, VideoTracking
 from stopmim.evals.randaugment import ALL, rand_augment
@@ -403,13 +405,116 @@ def test_few_labels_are_n_of_each_class_by_the_seed(n: int) -> None:
     assert per_class(torch.where(y == 0, 0, -1)[:10], n, 0) == alone
 
 
-def test_a_list_of_names_finds_its_images_in_any_folder(tmp_path: Path) -> None:
-    names = tmp_path / "1percent.txt"
-    names.write_text("007.png\nelsewhere/003.png\n\n007.png\n")
-    assert find_named(Coloured(10), names) == [3, 7]
-    names.write_text("007.png\n099.png\n")
-    with pytest.raises(DataError, match=r"1percent.txt: not among the 10 training images: 099.png"):
-        find_named(Coloured(10), names)
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    """Three classes, told apart by colour; dogs and foxes have the same file names."""
+    for part in ("train", "val"):
+        for colour, kind in zip(COLOURS, ("cat", "dog", "fox"), strict=False):
+            folder = tmp_path / "animals" / part / kind
+            folder.mkdir(parents=True)
+            for i in range(4):
+                name = f"c{i}" if kind == "cat" else f"{i:04}"
+                pixels = np.tile(colour + np.uint8(3 * i), (24, 24, 1))
+                Image.fromarray(pixels).save(folder / f"{name}.png")
+    return tmp_path / "animals"
+
+
+def test_a_list_that_names_dogs_is_not_fitted_on_foxes(animals: Path, tmp_path: Path) -> None:
+    file = tmp_path / "few.txt"
+    file.write_text("".join(f"cat/c{i}.png\ndog/{i:04}.png\n" for i in range(4)))
+    train, test = open_images(str(animals), "train"), open_images(str(animals), "test")
+    inputs = Inputs(Planted(), train, test)
+    for protocol in (Lowshot(list=file), Finetune(list=file)):
+        index, _ = protocol.choose(inputs, "class")
+        assert {inputs.train.name(i) for i in index} == set(file.read_text().split())
+    (found,) = measure(inputs, [Lowshot(list=file)])
+    assert found.correct is not None
+    assert found.correct.tolist() == [True] * 8 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "eval lowshot {encoder}",
+        "eval suite {encoder}",
+        "eval finetune {encoder}",
+        "ablate positions --optim.batch_size 4 --out {out} --few {list}",
+    ],
+)
+def test_an_ambiguous_list_is_refused_in_one_line_before_any_work(
+    words: str, animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "few.txt"
+    file.write_text("c1.png\n0002.png\n")
+    words = words.format(encoder=RANDOM, out=tmp_path / "out", list=file)
+    words += "" if "--few" in words else f" --list {file}"
+    assert main([*words.split(), "--data", str(animals)]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    expected = "0002.png could be dog/0002.png or fox/0002.png; write its whole path"
+    assert line == f"stopmim: error: {file}: {expected}"
+
+
+class Watched(Inputs):
+    """Inputs that keep the views they have shown."""
+
+    seen: ClassVar[list[View | TrainView]] = []
+
+    def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
+        self.seen.append(view)
+        return super().features(images, view, draw)
+
+
+@pytest.mark.parametrize("crops", [None, "imagenet", "clevr_count"])
+def test_low_shot_has_a_view_of_its_own_whatever_the_recipe(crops: TaskName | None) -> None:
+    """The class shows at the left and right edge, which it cuts off and the recipes do not."""
+    train, test = Coloured(80, classes=2), Coloured(60, seed=1, classes=2)
+    for images in (train, test):
+        images.pixels[:, :, 3:-3] = 70
+    inputs = Watched(Planted(), train, test, ImageRequest(crops=crops))
+    Watched.seen.clear()
+    alone = measure(inputs, [Lowshot()])[0]
+    assert Watched.seen == [View(26, 24, "bilinear")] * 2  # 256 and 224, at this size
+    linear, beside = measure(inputs, [Linear(layers="last"), Lowshot()])
+    assert beside.result == alone.result
+    assert beside.result.value < 0.8
+    assert (linear.result.value == 1) == (crops is not None)
+
+
+def test_crops_for_low_shot_alone_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "lowshot", RANDOM, "--data", "scenes:9:24", "--crops", "imagenet"]
+    assert main(words) == 2
+    assert "--crops imagenet: lowshot has a view of its own; leave" in capsys.readouterr().err
+
+
+def test_lambda_is_an_option_and_noted(tmp_path: Path) -> None:
+    words = ["--data", "scenes:48:24", "--label", "count", "--random-inits", "0"]
+    words += ["--out", str(tmp_path)]
+    for lambd in ("0.0025", "1e6"):
+        assert main(["eval", "lowshot", RANDOM, *words, "--lambd", lambd]) == 0
+    usual, strong = read_jsonl(tmp_path / "results.jsonl")
+    assert usual["setting"].endswith("/class, lambda 0.0025")
+    assert "options" not in usual
+    assert strong["setting"].endswith("/class, lambda 1e+06")
+    assert strong["options"] == {"lambd": 1e6}
+
+
+def test_a_lambda_that_has_no_optimum_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^--lambd 0: expected a number from 1e-12 to 1e12$"):
+        Lowshot(lambd=0)
+    monkeypatch.setattr(lowshot, "ROUNDS", 1)
+    with pytest.raises(UserError, match=r"^--lambd 1e-12: no optimum for l2 = .*use a larger l2"):
+        measure(Inputs(Planted(), Coloured(20), Coloured(40, seed=1)), [Lowshot(lambd=1e-12)])
+
+
+def test_lambda_over_the_number_of_samples_is_the_penalty() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, generator=generator)
+    y = (x[:, 0] + torch.randn(60, generator=generator) > 0).long()
+    test = torch.randn(500, 5, generator=generator)
+    for lambd in (0.0025, 3000.0):
+        weights = fit_logistic(standardise(x, x), y, lambd / 60)
+        expected = (standardise(test, x) @ weights.T).argmax(dim=1)
+        assert torch.equal(classify(x, y, test, lambd), expected)
 
 
 def test_the_released_reading_standardises_test_features_among_themselves() -> None:
@@ -418,7 +523,7 @@ def test_the_released_reading_standardises_test_features_among_themselves() -> N
     x = torch.randn(100, 3, generator=generator) + 3 * y[:, None]
     shifted = x + 50  # the released reading does not see the shift
     for statistics, expected in (("train", 0.5), ("test", 0.98)):
-        found = classify(x, y, shifted, statistics=statistics)  # type: ignore[arg-type]
+        found = classify(x, y, shifted, 0.0025, statistics)  # type: ignore[arg-type]
         assert float((found == y).float().mean()) == pytest.approx(expected, abs=0.03)
 
 

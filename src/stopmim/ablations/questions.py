@@ -12,7 +12,7 @@ from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
-from stopmim.data.subset import without_loose
+from stopmim.data.subset import find_named, without_loose
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels
@@ -31,6 +31,7 @@ PROTOCOLS: dict[Asks, tuple[tuple[str, ...], str]] = {  # and layers of linear c
     "quick": (("lowshot", "knn"), "last"),
     "everything": (("lowshot", "knn", "linear"), "both"),
 }
+FEW_LABELS = {"lowshot", "finetune"}  # protocols that a list of images is for
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def questions(
             request["label"] = LABELS.get(recipe, [])
             if skip is not None and source == data:
                 request["skip"] = skip
-            content = _checked(request, may_skip=source == data)
+            content = _checked(protocols, request, may_skip=source == data)
         on = recipe if len(named) > 1 else ""
         found.append(Question(protocols, request, on, cache.key(*content, chosen)))
     return tuple(found)
@@ -117,10 +118,10 @@ def _about_videos(source: str, video_size: int | None) -> Question:
     return Question(("tracking",), request, content=cache.key(*content))
 
 
-def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
+def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: bool) -> list[str]:
     """Hashes of both parts of the data, after every image of small data was decoded.
 
-    A broken image ends an evaluation: better now than after all rows have trained.
+    A broken image or a wrong list ends an evaluation: better now than after all rows have trained.
     """
     source = request["data"]
     try:
@@ -133,6 +134,8 @@ def _checked(request: dict[str, Any], *, may_skip: bool) -> list[str]:
     train, test = both_without_skipped(*parts, request.get("skip"))
     parts = without_loose(train), without_loose(test)
     labels = choose_labels(*parts, request["label"])
+    if "list" in request and not FEW_LABELS.isdisjoint(protocols):
+        find_named(parts[0], Path(request["list"]))
     total = sum(map(len, parts))
     bad = [
         f"{images.name(i)}: {reason}"

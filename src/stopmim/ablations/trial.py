@@ -182,7 +182,7 @@ def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     # The seeds of an ablation tell more than several untrained networks.
     options = {"random_inits": 1} | question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
-    recipe = options.pop("recipe", None)  # all protocols show its crops, linear trains by it
+    recipe = options.pop("recipe", None)  # others show its crops, linear trains by it
     options |= {"crops": recipe} if recipe in TASKS else {}
     options |= {"recipe": recipe} if recipe and "linear" in question.protocols else {}
     kinds = [kind for kind in PROTOCOLS if kind.name in question.protocols]

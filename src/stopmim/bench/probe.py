@@ -13,8 +13,8 @@ from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.bench.timing import machine, record_lines
 from stopmim.evals.heads import Split, grid, train_heads
-from stopmim.evals.lowshot import LAMBDA, fit_logistic, standardise
-from stopmim.evals.recipes import Recipe
+from stopmim.evals.lowshot import fit_logistic, standardise
+from stopmim.evals.recipes import LAMBDA, Recipe
 
 GOAL = 1e-6  # relative gap of the objective to its minimum
 ITERATIONS = (25, 100, 400, 1600, 6400, 25600)  # of scikit-learn, until it reaches the goal

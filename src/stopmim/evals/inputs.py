@@ -99,7 +99,12 @@ class Inputs:
         """Views of training images, where they are random, and of test images."""
         if self.request.crops is not None:
             return TASKS[self.request.crops].views(self.encoder).at(self.size)
-        return Views(TrainView(self.size), middle(self.encoder, self.test, self.size))
+        return Views(TrainView(self.size), self.usual)
+
+    @property
+    def usual(self) -> View:
+        """View of an image unless a recipe sets another; the low-shot view even then."""
+        return middle(self.encoder, self.test, self.size)
 
     @cached_property
     def labels(self) -> list[str]:

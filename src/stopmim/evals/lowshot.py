@@ -6,17 +6,14 @@ optimum. Here the result is the optimum, whatever the solver, and l2 is the only
 Shapes: N samples, D features, K classes.
 """
 
-from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from stopmim.base.errors import DataError, UserError
+from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.data.images import Images
 
-LAMBDA = 0.0025  # from the READMEs of StoP and MSN; the script defaults to a tenth of it
 ROUNDS = 8  # of 10, 40, 160, ... iterations
 COARSE = 5e-7  # relative gap that float32 can reach, roughly
 STALLED = {torch.float32: 1e-7, torch.float64: 1e-14}  # relative gain of ten iterations
@@ -35,35 +32,20 @@ def per_class(y: Tensor, n: int, seed: int) -> list[int]:
     return sorted(found)
 
 
-def find_named(images: Images, file: Path) -> list[int]:
-    """Indices of the images named in `file`, one per line, e.g. ``n04235860_14959.JPEG``.
-
-    Folders are ignored, so that the published list (``1percent.txt`` of SimCLR, MSN and StoP,
-    12,811 names) fits any layout.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"{file}: not a list of file names: {why}") from None
-    names = [line.strip() for line in lines if line.strip()]
-    place = {PurePosixPath(images.name(i)).name: i for i in range(len(images))}
-    missing = [name for name in names if PurePosixPath(name).name not in place]
-    if missing or not names:
-        which = f"{missing[0]} and {len(missing) - 1} others" if missing else "it is empty"
-        raise DataError(f"{file}: not among the {len(images)} training images: {which}")
-    return sorted({place[PurePosixPath(name).name] for name in names})
-
-
 def classify(
-    x: Tensor, y: Tensor, test_x: Tensor, statistics: Literal["train", "test"] = "train"
+    x: Tensor,
+    y: Tensor,
+    test_x: Tensor,
+    lambd: float,
+    statistics: Literal["train", "test"] = "train",
 ) -> Tensor:
     """Predicts labels (n,) of test features by logistic regression without intercept.
 
-    Mean and deviation of `statistics` standardise test features. The released code uses "test"
-    (logistic_eval.py:227-229), which makes each answer depend on the other images.
+    The penalty l2 is `lambd` / N, as in the released code. Mean and deviation of `statistics`
+    standardise test features. The released code uses "test" (logistic_eval.py:227-229), which makes
+    each answer depend on the other images.
     """
-    weights = fit_logistic(standardise(x, x), y, LAMBDA / len(y), tolerance=1e-6)
+    weights = fit_logistic(standardise(x, x), y, lambd / len(y), tolerance=1e-6)
     return (standardise(test_x, x if statistics == "train" else test_x) @ weights.T).argmax(dim=1)
 
 

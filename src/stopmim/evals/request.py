@@ -54,7 +54,8 @@ class ImageRequest(Request):
     """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison;
     default: 8, or 4 for more than 10,000 images"""
     crops: Annotated[TaskName | None, "RECIPE"] = None
-    """crop and resize as this published recipe does; default: as --recipe, or centre crops"""
+    """crop and resize as this published recipe does; default: as --recipe, or centre crops;
+    low-shot always takes centre crops"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

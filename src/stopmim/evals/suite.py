@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stopmim.base.console import say
+from stopmim.base.errors import UserError
+from stopmim.base.faults import faultpoint
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import cache
@@ -79,6 +81,7 @@ def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) 
     for group in filter(None, groups):
         for measured in _measure(inputs, group):
             found.append(measured)
+            faultpoint("eval.measured")
             if aloud:
                 say(described(measured.result))
     return found
@@ -160,6 +163,9 @@ def open_inputs(
     encoder, step = open_at(name, request.branch)
     facts: dict[str, Any] = {"encoder": name, "branch": request.branch}
     if isinstance(request, ImageRequest):
+        if request.crops and all(protocol.own_view for protocol in protocols):
+            own = f"{protocols[0].name} has a view of its own; leave --crops out"
+            raise UserError(f"--crops {request.crops}: {own}")
         train, test = open_pair(encoder, request)
         crops = request.crops or next((p.crops for p in protocols if p.crops), None)
         inputs = Inputs(encoder, train, test, dataclasses.replace(request, crops=crops))

@@ -25,6 +25,7 @@ class Protocol(ABC):
     name: ClassVar[str]  # on the command line and in results
     needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: asked once for each
     in_suite: ClassVar[bool] = True
+    own_view: ClassVar[bool] = False  # images are cropped and resized in one way, whatever `crops`
 
     @abstractmethod
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
@@ -69,11 +70,19 @@ class FewLabels(Protocol):
     per_class: int = 25
     """labelled images per class, drawn by seed; for finetune, 0 means all"""
     list: Annotated[Path | None, "FILE"] = None
-    """file with the names of the labelled images instead, e.g. 1percent.txt"""
+    """file that lists the labelled images instead, by path or unique name, e.g. 1percent.txt"""
+
+    def obstacle(self, inputs: Inputs) -> str:
+        from stopmim.data.subset import find_named
+
+        if self.list is not None:
+            find_named(inputs.train, self.list)  # what is wrong with a list is said before any work
+        return ""
 
     def choose(self, inputs: Inputs, label: str) -> tuple[Sequence[int], str]:
         """Indices of the labelled training images, and a word on how they were chosen."""
-        from stopmim.evals.lowshot import find_named, per_class
+        from stopmim.data.subset import find_named
+        from stopmim.evals.lowshot import per_class
 
         if self.list is not None:
             return find_named(inputs.train, self.list), self.list.name
