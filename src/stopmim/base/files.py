@@ -23,13 +23,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield tree
 
 
-def append_jsonl(path: Path, line: dict[str, Any]) -> None:
+def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
+    """Appends `lines` in one write: a kill before or after it leaves none of them, or all."""
     with path.open("ab+") as file:
         # If a full disk tore the last line, start a new one: this line must stay readable.
         at = file.seek(0, os.SEEK_END)
         file.seek(max(0, at - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
-        file.write(f"{begin}{json.dumps(line)}\n".encode())
+        file.write((begin + "".join(f"{json.dumps(line)}\n" for line in lines)).encode())
 
 
 def number(value: object) -> float | None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.base.console import warn
+from stopmim.base.faults import faultpoint
 from stopmim.data.images import Images, stamp
 from stopmim.data.index_cache import folder
 
@@ -95,6 +96,7 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
+        faultpoint("cache.written")
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

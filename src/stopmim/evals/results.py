@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stopmim.base.errors import StorageError
+from stopmim.base.faults import faultpoint
 from stopmim.base.files import append_jsonl
 from stopmim.runs.verdict import verdict
 
@@ -95,11 +96,12 @@ def record(path: Path | None, lines: Sequence[Mapping[str, Any]], facts: Mapping
     """Appends `lines`, each with the facts, to the file of results, if there is one."""
     if path is None:
         return
+    faultpoint("results.begin")
     try:
-        for line in lines:
-            append_jsonl(path, dict(facts) | dict(line))
+        append_jsonl(path, *(dict(facts) | dict(line) for line in lines))
     except OSError as error:
         raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+    faultpoint("results.end")
 
 
 class Estimate(NamedTuple):
