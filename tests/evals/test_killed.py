@@ -122,7 +122,7 @@ def test_an_evaluation_killed_at_any_moment_prints_the_same_numbers(
     begin, process = time.monotonic(), start(tmp_path / "whole")
     expected = process.communicate()[0].replace(str(tmp_path / "whole"), "OUT")
     assert process.returncode == 0
-    took, chance = time.monotonic() - begin, random.Random(0)
+    took, chance, killed = time.monotonic() - begin, random.Random(0), 0
     for i in range(4):
         out = tmp_path / str(i)
         for _ in range(3):
@@ -131,9 +131,10 @@ def test_an_evaluation_killed_at_any_moment_prints_the_same_numbers(
                 process.wait(took * chance.uniform(0.4, 1.0))  # before that, imports alone
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                killed += process.wait() == -signal.SIGKILL
             process.stdout.close()  # type: ignore[union-attr]
             lines(out)
         process = start(out)
         assert process.communicate()[0].replace(str(out), "OUT") == expected
         assert lines(out)[-1] == lines(tmp_path / "whole")[-1]
+    assert killed > 6
