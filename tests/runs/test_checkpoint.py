@@ -13,6 +13,7 @@ from stopmim import Run, load_encoder, load_model, pretrain
 from stopmim.base.errors import CheckpointError
 from stopmim.method.build import build
 from stopmim.runs import checkpoint
+from stopmim.runs.saver import Saver
 from stopmim.train.optimizer import adamw
 from tiny import NoiseImages, tiny
 
@@ -91,9 +92,9 @@ def test_damaged_checkpoints_of_later_steps_do_not_take_the_place_of_good_ones(c
     model = build(copy.config)
     optimizer = adamw(model, copy.config.optim)
     assert copy.config.runtime.keep == 2
-    saver = checkpoint.Saver(copy.path, model, optimizer, None, copy.config)
+    saver = Saver(copy.path, model, optimizer, None, copy.config)
     for step in (11, 12):
-        saver.save(step, final=False)
+        saver.save(step, final=True)
         assert checkpoint.latest(copy.path)[0] == folder / f"step-{step:08d}"
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"step-{step:08d}" for step in (11, 12, 20, 30)]

@@ -39,7 +39,7 @@ from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.model import MaskedImageModel
-from stopmim.runs import checkpoint
+from stopmim.runs import checkpoint, saver
 from stopmim.runs.run import claimed, git_state
 from stopmim.train import loop as train
 from stopmim.train import step as update
@@ -475,7 +475,7 @@ def test_a_full_disk_is_survived_once_and_reported_at_the_end(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(saver, "save_file", full)
     run = pretrain(NoiseImages(), tmp_path, tiny())  # saves at 3 (fails), 6 (fails), 9, 10
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == [
         "step-00000009",
@@ -492,7 +492,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_its_checkpoints_intact(
     def full(tensors: Any, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(saver, "save_file", full)
     with pytest.raises(StorageError, match="No space left on device") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
     assert caught.value.exit_code == 5

@@ -5,9 +5,13 @@ from typing import Any, cast
 from torch import Tensor
 
 
+def is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "full_tensor")
+
+
 def whole(x: Tensor) -> Tensor:
     """The full tensor; if `x` is sharded, every rank must call this."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return cast(Any, x).full_tensor() if is_sharded(x) else x
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, verified before use, never pickled.
+"""Checkpoints: their files, verified before use, never pickled; saver.py writes them.
 
 ``checkpoints/step-XXXXXXXX/`` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and
 `manifest.json` (sha256 and size of the others). It is written to a temporary folder, synced and
@@ -8,22 +8,18 @@ step whose checksums verify.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stopmim._version import __version__
-from stopmim.base.console import warn
-from stopmim.base.errors import CheckpointError, StorageError
+from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
 from stopmim.base.sandbox import read_tree
 from stopmim.config.schema import Config
@@ -34,71 +30,6 @@ from stopmim.method.model import MaskedImageModel
 State = dict[str, Tensor]
 
 FORMAT = 1
-SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
-
-
-@dataclass
-class Saver:
-    """Saves the checkpoints of a run; survives a disk that is full for a while."""
-
-    run: Path
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    config: Config
-    writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
-    failed: int = 0
-
-    def save(self, step: int, *, final: bool) -> None:
-        weights, slots = gathered(self.model, self.optimizer, keep=self.writes)
-        if not self.writes:
-            return
-        try:
-            self._write(step, weights, slots)
-            self.failed = 0
-        except (OSError, safetensors.SafetensorError) as error:
-            self.failed += 1
-            what = f"{self.run}: the checkpoint of step {step} could not be written: {error}"
-            if final or self.failed == SAVES_TO_FAIL:
-                raise StorageError(f"{what}; make room and run the same command again") from None
-            warn(f"{what}; training continues")
-
-    def _write(self, step: int, weights: State, slots: State) -> None:
-        """Writes the checkpoint of `step`, then removes all but the newest `runtime.keep`."""
-        folder = self.run / "checkpoints"
-        final = folder / f"step-{step:08d}"
-        temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
-        scaler = self.scaler.state_dict() if self.scaler else None
-        about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
-        sweep(self.run)
-        temporary.mkdir(parents=True)
-        try:
-            faultpoint("save.begin")
-            save_file(weights, temporary / "model.safetensors")
-            faultpoint("save.model")
-            save_file(slots, temporary / "optimizer.safetensors")
-            (temporary / "state.json").write_text(json.dumps(about, indent=1))
-            sums = {
-                path.name: {"sha256": _sha256(path), "bytes": path.stat().st_size}
-                for path in sorted(temporary.iterdir())
-            }
-            manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
-            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            os.umask(mask := os.umask(0))
-            for path in temporary.iterdir():
-                path.chmod(0o666 & ~mask)  # safetensors creates files with mode 0600
-                _sync(path)
-            _sync(temporary)
-            faultpoint("save.synced")
-            if final.exists():  # damaged, or the run would have resumed from it
-                shutil.rmtree(final)
-            os.rename(temporary, final)
-            _sync(folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        faultpoint("save.renamed")
-        prune(final, self.config.runtime.keep)
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -145,7 +76,7 @@ def verify(path: Path) -> str | None:
         for name, want in files.items():
             if (path / name).stat().st_size != want["bytes"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes, not {want['bytes']}"
-            if _sha256(path / name) != want["sha256"]:
+            if sha256(path / name) != want["sha256"]:
                 return f"{path / name}: sha256 is not the recorded one"
         missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - set(files)
         return f"{path}: manifest.json does not list {min(missing)}" if missing else None
@@ -238,6 +169,16 @@ def check_fit(weights: State, want: State, source: str) -> None:
         raise CheckpointError(f"{source}: does not fit this model: {said}{more}")
 
 
+def live(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
+    """Weights and optimizer state by name: the tensors themselves, which an update changes."""
+    slots = {
+        f"{name}/{slot}": value.detach()
+        for name, parameter in _named(model, optimizer)
+        for slot, value in optimizer.state[parameter].items()
+    }
+    return {name: x.detach() for name, x in model.state_dict().items()}, slots
+
+
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
 ) -> tuple[State, State]:
@@ -245,17 +186,12 @@ def gathered(
 
     Every rank of a sharded model must call it; only the one that writes needs the result.
     """
-    slots = {
-        f"{name}/{slot}": value
-        for name, parameter in _named(model, optimizer)
-        for slot, value in optimizer.state[parameter].items()
-    }
     found: tuple[State, State] = {}, {}
-    for pieces, wholes in zip((model.state_dict(), slots), found, strict=True):
+    for pieces, wholes in zip(live(model, optimizer), found, strict=True):
         for name, piece in pieces.items():
-            x = whole(piece.detach())
+            x = whole(piece)
             if keep:
-                wholes[name] = x.cpu().contiguous()
+                wholes[name] = x.cpu()
     return found
 
 
@@ -273,14 +209,6 @@ def _steps(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-????????"))
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -41,6 +41,7 @@ from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
+from stopmim.runs.saver import Saver
 from stopmim.train import advice
 from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
@@ -127,6 +128,7 @@ def train(
         mirror(runtime.mirror if world.first else "none", path, step) as show,
         signals() as received,
         Ticker("pretrain", total, step) as ticker,
+        contextlib.closing(run.saver),
     ):
         progress = Progress(ticker, config, run.per_epoch)
         clock, slow = _Clock(step), False
@@ -144,18 +146,20 @@ def train(
             examine = run.health is not None and (step % run.health_every == 0 or step == total)
             # The first update is logged for its loss before training, the last for the end.
             log = step == 1 or step % runtime.log_every == 0 or step == total or examine
-            save = step % run.save_every == 0 or step in (total, stop_at)
+            save = step % (runtime.save_every or total) == 0 or step in (total, stop_at)
             number = 0  # of a signal that any rank received
             # Gathering synchronises all ranks. But launchers wait only half a minute for a run
             # that was told to end: too short for many slow updates.
             if log or save or slow or world.size == 1:
-                news = world.gather((received[:1], draws.bad, clock.seconds))
-                number = max((n for numbers, _, _ in news for n in numbers), default=0)
-                slow = max(seconds for _, _, seconds in news) > SLOW
+                told = (received[:1], draws.bad, clock.seconds, run.saver.is_due)
+                numbers, found, seconds, due = zip(*world.gather(told), strict=True)
+                number = max((n for some in numbers for n in some), default=0)
+                slow = max(seconds) > SLOW
                 if world.first:
-                    bad_files.add([entry for _, found, _ in news for entry in found], usable=True)
+                    bad_files.add([entry for some in found for entry in some], usable=True)
                 draws.bad.clear()
-            save |= number > 0
+                save |= number > 0 or due[0]  # by the clock of rank 0
+            run.saver.finish(wait=False)  # reports one that has failed
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
             if (log or save or device.type == "cpu") and bool(run.broken):
                 raise _not_finite(path, step + 1 - int(run.broken))
@@ -180,6 +184,7 @@ def train(
                 if world.size == 1 and received:  # it came during the save: no need to go on
                     number = received[0]
             if number and step < total:
+                run.saver.finish(final=True)
                 world.gather(None)  # a rank that leaves before rank 0 has saved gets it killed
                 raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
             if step == stop_at:
@@ -214,7 +219,6 @@ class _Training:
         self.amp = choose_precision(runtime.precision, device)
         self.per_epoch = steps_per_epoch(images, config)  # updates
         self.total = config.optim.epochs * self.per_epoch
-        self.save_every = runtime.save_every or self.per_epoch
         set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
         # A bad --init leaves no run behind: it is read before run.json is written.
         self.model = model = apply_init(build(config), config, path).to(device)
@@ -242,7 +246,7 @@ class _Training:
         self.step = _resume(path, model, optimizer, scaler, runtime.keep, world)  # updates done
         if 0 < self.step < self.total:
             say(f"{path}: resumes at step {self.step}")
-        self.saver = checkpoint.Saver(path, model, optimizer, scaler, config, writes=world.first)
+        self.saver = Saver(path, model, optimizer, scaler, config, writes=world.first)
         self.metrics = Metrics(path, self.step) if world.first else None
         self.watch = Watch(Run(path).metrics)
 
@@ -309,11 +313,10 @@ def _out_of_memory(config: Config, ranks: int, error: Exception, built: bool) ->
 
 
 class _Clock:
-    """Images per second since it was last read."""
+    """Images per second since it was last read; `seconds` per update, of the last reading."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.time = step, time.monotonic()
-        self.seconds = 0.0  # per update, when it was last read
+        self.step, self.time, self.seconds = step, time.monotonic(), 0.0
 
     def read(self, step: int, batch_size: int) -> dict[str, float]:
         now = time.monotonic()

@@ -1,0 +1,62 @@
+"""Copies of tensors that training goes on to change: first on their device, then on the host."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from stopmim.base.memory import is_out_of_memory, main_memory
+
+SPARE = 0.1  # fraction of memory that must stay free beside a copy
+STAGE = 2**25  # bytes of pinned memory on the way to the host
+
+
+def has_room(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether a copy fits beside everything that is in memory now, and leaves some free."""
+    size = sum(x.nbytes for x in tensors)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    elif (memory := main_memory()) is not None:
+        free, total = memory
+    else:
+        return True  # the system does not say
+    return free - size > SPARE * total
+
+
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Copies on the same device, or None if memory runs out."""
+    try:
+        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def on_host(tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
+    """Contiguous tensors in main memory; of a GPU, those that it holds when `ready` has passed.
+
+    For a thread beside training. It has a CUDA stream of its own, so that updates do not queue
+    behind its copies, and one pinned buffer: copies to other memory hold up launches elsewhere.
+    """
+    if ready is None:
+        return {name: x.contiguous() for name, x in tensors.items()}
+    found = {}
+    stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
+    stream = _stream(next(iter(tensors.values())).device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        for name, x in tensors.items():
+            found[name] = torch.empty(x.shape, dtype=x.dtype)
+            source, host = (y.flatten().view(torch.uint8) for y in (x, found[name]))
+            for piece, place in zip(source.split(STAGE), host.split(STAGE), strict=True):
+                stage[: len(piece)].copy_(piece, non_blocking=True)
+                stream.synchronize()
+                place.copy_(stage[: len(piece)])
+    return found
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

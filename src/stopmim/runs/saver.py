@@ -1,0 +1,184 @@
+"""Writes the checkpoints of a run while it trains: atomically, in a thread.
+
+A checkpoint is written to a temporary folder, synced and renamed, so that a kill never leaves half
+of one.
+"""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from uuid import uuid4
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from stopmim._version import __version__
+from stopmim.base.console import warn
+from stopmim.base.errors import StorageError
+from stopmim.base.faults import faultpoint
+from stopmim.config.schema import Config
+from stopmim.gpu.copies import cloned, has_room, on_host
+from stopmim.gpu.sharding import is_sharded
+from stopmim.runs.checkpoint import FORMAT, State, gathered, live, prune, sha256, sweep
+
+SECONDS = 600.0  # between two checkpoints, unless `runtime.save_every` says how many updates
+SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
+
+
+@dataclass
+class Saver:
+    """Saves the checkpoints of a run while it trains; survives a disk that is full for a while.
+
+    `save` copies the state on its device, which takes milliseconds. A thread brings the copy to the
+    host and writes it, one at a time. Training waits for the last one of a run, and where tensors
+    are sharded or a copy does not fit into memory.
+    """
+
+    run: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    config: Config
+    writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
+    failed: int = 0  # saves in a row
+
+    thread: Thread | None = field(init=False, default=None)  # that writes, or has written,
+    step: int = field(init=False, default=0)  # the checkpoint of this step,
+    error: BaseException | None = field(init=False, default=None)  # and why it could not
+    began: float = field(init=False, default_factory=time.monotonic)  # the last save, or training
+    roomy: bool = field(init=False, default=False)  # a copy has fitted into memory
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the clock asks for a save; it has no say if `runtime.save_every` is a number."""
+        by_clock = self.config.runtime.save_every is None and self.thread is None
+        return by_clock and time.monotonic() - self.began >= SECONDS
+
+    def save(self, step: int, *, final: bool) -> None:
+        """Saves the state after `step`; waits until it is written if `final`, else rarely."""
+        self.finish()
+        self.step, self.began = step, time.monotonic()
+        states, waits = self._copied(final)
+        if not self.writes:
+            return
+        faultpoint("save.copied")
+        scaler = self.scaler.state_dict() if self.scaler else None
+        about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
+        os.umask(mask := os.umask(0))  # here: for a moment it holds for all threads
+        device = next(iter(states[0].values())).device
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self.thread = Thread(target=self._work, args=(states, ready, about, 0o666 & ~mask))
+        self.thread.start()
+        if waits:
+            self.finish(final=final)
+
+    def finish(self, *, final: bool = False, wait: bool = True) -> None:
+        """Waits for the save in flight and warns if it failed; unless `wait`, only if it is over.
+
+        Raises:
+            StorageError: it failed, and is `final` or the third in a row.
+        """
+        if self.thread is None or (self.thread.is_alive() and not wait):
+            return
+        self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        if error is None:
+            self.failed = 0
+            return
+        if not isinstance(error, OSError | safetensors.SafetensorError):
+            raise error
+        self.failed += 1
+        what = f"{self.run}: the checkpoint of step {self.step} could not be written: {error}"
+        if final or self.failed == SAVES_TO_FAIL:
+            raise StorageError(f"{what}; make room and run the same command again") from None
+        warn(f"{what}; training continues")
+
+    def close(self) -> None:
+        """Waits for the save in flight of a run that ends for another reason, which is reported."""
+        try:
+            self.finish()
+        except Exception as error:
+            warn(str(error))
+
+    def _copied(self, final: bool) -> tuple[tuple[State, State], bool]:
+        """The state to write, and whether to wait for it: it is no copy, or was long to gather."""
+        states = live(self.model, self.optimizer)
+        if any(is_sharded(x) for x in states[0].values()):
+            return gathered(self.model, self.optimizer, keep=self.writes), True
+        if final or not self.writes:
+            return states, True
+        tensors = [x for state in states for x in state.values()]
+        device = tensors[0].device
+        # torch keeps the memory of the last copy on a GPU: it only looks as if there were less.
+        if (self.roomy and device.type == "cuda") or has_room(tensors, device):
+            weights, slots = map(cloned, states)
+            self.roomy = weights is not None and slots is not None
+            if weights is not None and slots is not None:
+                return (weights, slots), False
+        return states, True
+
+    def _work(self, *what: Any) -> None:
+        """Body of the thread; `finish` deals with its error in the thread that trains."""
+        try:
+            self._write(*what)
+        except BaseException as error:
+            self.error = error
+
+    def _write(
+        self,
+        states: tuple[State, State],
+        ready: torch.cuda.Event | None,
+        about: dict[str, Any],
+        mode: int,
+    ) -> None:
+        """Writes a checkpoint, then removes all but the newest `runtime.keep`."""
+        folder, step = self.run / "checkpoints", about["step"]
+        final = folder / f"step-{step:08d}"
+        temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
+        sweep(self.run)
+        temporary.mkdir(parents=True)
+        try:
+            faultpoint("save.begin")
+            for name, state in zip(("model", "optimizer"), states, strict=True):
+                tensors = on_host(state, ready)
+                faultpoint("save.host")
+                save_file(tensors, temporary / f"{name}.safetensors")
+                faultpoint(f"save.{name}")
+            (temporary / "state.json").write_text(json.dumps(about, indent=1))
+            sums = {
+                path.name: {"sha256": sha256(path), "bytes": path.stat().st_size}
+                for path in sorted(temporary.iterdir())
+            }
+            faultpoint("save.hashed")
+            manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
+            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for path in temporary.iterdir():
+                path.chmod(mode)  # safetensors creates files with mode 0600
+                _sync(path)
+            _sync(temporary)
+            faultpoint("save.synced")
+            if final.exists():  # damaged, or the run would have resumed from it
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            faultpoint("save.moved")
+            _sync(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        faultpoint("save.renamed")
+        prune(final, self.config.runtime.keep)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
