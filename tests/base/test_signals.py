@@ -110,14 +110,29 @@ def test_the_first_update_is_not_waited_for_since_there_is_nothing_to_save(tmp_p
     assert_same_run(pretrain(NoiseImages(), tmp_path / "run", tiny()), whole)
 
 
-def test_a_signal_during_a_save_ends_the_run_with_that_save(
+def test_a_signal_during_a_save_that_is_waited_for_ends_the_run_with_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stopmim.gpu.copies.SPARE", 1.0)  # no memory for a copy
     monkeypatch.setenv("STOPMIM_FAULT", "save.model@1:int")
     monkeypatch.setattr("stopmim.base.faults._passed", Counter())
     with pytest.raises(InterruptedRunError, match="saved at step 3"):
         pretrain(NoiseImages(), tmp_path, tiny())
     assert Run(tmp_path).checkpoint.name == "step-00000003"
+
+
+def test_a_signal_while_a_thread_saves_waits_for_it_and_saves_the_step_it_came_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOPMIM_FAULT", "save.model@1:int")
+    monkeypatch.setattr("stopmim.base.faults._passed", Counter())
+    with pytest.raises(InterruptedRunError) as caught:
+        pretrain(NoiseImages(), tmp_path, tiny(runtime={"keep": 9}))
+    step = len(Run(tmp_path).metrics)
+    assert f"stopped and saved at step {step};" in str(caught.value)  # all that was computed
+    assert 3 <= step < 10
+    found = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    assert found == sorted({3, step})
 
 
 # ------------------------------------------------------------------------------ in a terminal

@@ -15,7 +15,8 @@ import torch
 from stopmim import pretrain
 from stopmim.base.errors import ResourceError
 from stopmim.data.loading import loader
-from stopmim.data.workers import Watched, batches
+from stopmim.data.sources.scenes import Scenes
+from stopmim.data.workers import Watched, batches, default_workers
 from stopmim.method.build import configure
 from tiny import NoiseImages, tiny
 
@@ -129,3 +130,37 @@ def test_the_global_state_of_this_process_is_left_alone() -> None:
     list(loader(NoiseImages(), configure(tiny()), 8, device=CPU))
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     assert before == after
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "expected"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (4, {}, 3),
+        (16, {}, 15),  # a ViT-B on an H200 needs eleven
+        (192, {}, 16),
+        (96, {"LOCAL_WORLD_SIZE": "8"}, 11),
+        (8, {"LOCAL_WORLD_SIZE": "8"}, 1),
+        (4, {"LOCAL_WORLD_SIZE": "8"}, 1),
+        # SLURM gives each rank cores of its own, whether or not it keeps it to them.
+        (12, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_PER_TASK": "12"}, 11),
+        (96, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_PER_TASK": "12"}, 11),
+        # In a job of one task, torchrun shares them out.
+        (
+            96,
+            {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_PER_TASK": "96", "TORCHELASTIC_RUN_ID": "1"},
+            11,
+        ),
+    ],
+)
+def test_workers_are_as_many_as_a_rank_has_cores_for(
+    monkeypatch: pytest.MonkeyPatch, cores: int, environment: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert default_workers(NoiseImages()) == expected
+    assert default_workers(Scenes(1, 16)) == 0

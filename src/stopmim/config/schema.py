@@ -176,7 +176,7 @@ class RuntimeConfig(Section):
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the activation memory, a third more time"""
     workers: int | None = Field(default=None, ge=0)
-    """processes that read images; null: one per core, at most 8, none for scenes"""
+    """processes that read images; null: by the cores per GPU, at most 16, none for scenes"""
     worker_timeout: int = Field(default=300, ge=0)
     """seconds after which a process that reads one image counts as hanging; 0: never"""
     threads: int | None = Field(default=None, ge=1)
@@ -188,7 +188,7 @@ class RuntimeConfig(Section):
     mirror: Literal["none", "tensorboard", "wandb"] = "none"
     """writes the metrics to RUN/tensorboard or RUN/wandb (offline) as well"""
     save_every: int | None = Field(default=None, ge=1)
-    """updates between two checkpoints; null: one epoch"""
+    """updates between two checkpoints; null: ten minutes; besides, one at the end"""
     keep: int = Field(default=2, ge=2)
     """newest checkpoints to keep, at least 2: a crash could damage the newest"""
 

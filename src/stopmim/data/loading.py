@@ -20,7 +20,7 @@ from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.order import batch_keys, shares
-from stopmim.data.workers import Watched, batches, cores, shared
+from stopmim.data.workers import Watched, batches, cores_per_rank, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
 
@@ -96,7 +96,7 @@ def loader(
     order = batch_keys(images, config, start, shares=parts, steps_per_epoch=steps)
     if (pixels := resident.pixels_for(images, device)) is not None:
         workers = config.runtime.workers
-        workers = min(4, cores()) if workers is None else workers
+        workers = min(4, max(1, cores_per_rank())) if workers is None else workers
         watched = Watched(images, workers, config.runtime.worker_timeout)
         plan = partial(resident.plan, config, pixels.shape[1:3])
         for plans in batches(plan, order, watched):

@@ -25,6 +25,7 @@ from stopmim.base.errors import ResourceError
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 
+MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/scale.md
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
 LONG = 8192  # keys; two longer lists and an answer could fill a pipe from both ends
 ORPHAN_SECONDS = 5.0  # between checks that the parent is alive
@@ -49,10 +50,21 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
+def cores_per_rank() -> int:
+    """Number of cores for this process, of those that it shares with other ranks."""
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "")  # of a rank, unless torchrun started it
+    if own.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return min(cores(), int(own))
+    return cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+
+
 def default_workers(images: Images) -> int:
-    """One per core, shared among the processes of this machine, at most 8; 0 for cheap images."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
-    return 0 if getattr(images, "in_process", False) else min(8, max(1, cores() // processes))
+    """One per core of this rank, of more than two all but one, at most MOST; 0 for cheap images.
+
+    One core is for the updates: it launches kernels and copies batches to the GPU.
+    """
+    n = cores_per_rank()
+    return 0 if getattr(images, "in_process", False) else min(MOST, max(1, n - (n > 2)))
 
 
 class Watched:

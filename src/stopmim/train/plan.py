@@ -32,7 +32,6 @@ from stopmim.train.cost import Facts
 CANDIDATES = {"cpu": ("photos_cpu",), "cuda": ("photos_s16", "small_images")}
 SMALL = 128  # pixels: images with a shorter side than this are for small_images
 ROOM = 0.7  # share of the free memory that a run is planned for
-CHECKPOINTS = 20  # at most, in a run of many short epochs
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Time of all updates, by one that is measured; on a GPU an upper bound."""
-        # How often it is made or saved does not change an update: alternatives share one measure.
+        # How often it is made does not change an update: alternatives share one measurement.
         optim = OptimConfig(batch_size=self.config.optim.batch_size)
-        runtime = self.config.runtime.model_copy(update={"save_every": None})
-        config = self.config.model_copy(update={"optim": optim, "runtime": runtime})
+        config = self.config.model_copy(update={"optim": optim})
         return self.updates * _seconds_per_update(config, self.facts, self.device)
 
     @property
@@ -150,7 +148,7 @@ def plan_run(
         now = (
             resumed.runtime.model_dump()
             if resumed
-            else _runtime(config, facts.count, device, ranks)
+            else _runtime(config, device, ranks)
         )
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
         given = dict(flatten(changes))
@@ -197,12 +195,9 @@ def _config(
     return configure(preset, dict(changes), to_train=to_train)
 
 
-def _runtime(config: Config, count: int, device: torch.device, ranks: int) -> dict[str, Any]:
+def _runtime(config: Config, device: torch.device, ranks: int) -> dict[str, Any]:
     """How the run is executed on this machine."""
     now, batch = config.runtime.model_dump(), config.optim.batch_size
-    # An epoch of few images may be shorter than writing a checkpoint.
-    per_epoch = max(1, count // batch)
-    now["save_every"] = max(per_epoch, -(-per_epoch * config.optim.epochs // CHECKPOINTS))
     if ranks > 1:  # which must agree, and share the batch anyway
         return now
     if device.type == "cpu":  # the other half of the cores reads images
