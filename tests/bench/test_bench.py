@@ -8,6 +8,7 @@ import torch
 
 from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
+from stopmim.bench import saving as bench_saving
 from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
 from stopmim.bench.timing import record_lines
 from stopmim.method.build import configure, draw_masks
@@ -100,3 +101,17 @@ def test_growth_has_a_line_for_every_value_and_a_plot_for_every_cause(
     assert figure.count("<!-- ms per step -->") == 2
     assert "<!-- optim.batch size -->" in figure
     assert "<!-- predictor.depth -->" in figure
+
+
+def test_saves_are_timed_with_and_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("EPOCHS", 8), ("EVERY", 6)):  # 16 updates, two of the saves before the end
+        monkeypatch.setattr(bench_saving, name, value)
+    small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
+    lines = bench_saving.bench_saving("tiny_cpu", QUICK | small)
+    waits, beside = map(json.loads, lines.splitlines())
+    assert (waits["bench"], beside["bench"]) == ("saving, training waits", "saving, a thread saves")
+    for line in (waits, beside):
+        assert line["saves"] == 2
+        assert line["update_ms"] > 0
+        assert line["megabytes"] > 1
+    assert waits["longest_pause_ms"] > 0

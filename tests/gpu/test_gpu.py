@@ -1,6 +1,7 @@
 """What only a GPU can show. `make test-gpu` runs these; a machine without one leaves them out."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -12,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stopmim.bench.saving import bench_saving
 from stopmim.data.loading import loader
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.recipes import OWN, TASKS, Recipe
+from stopmim.gpu import copies
 from stopmim.gpu.attention import attend
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision
@@ -372,3 +375,48 @@ def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> Non
         assert a.images.is_cuda
         assert (a.images.cpu() - b.images.float()).abs().mean() < 0.5
         assert torch.equal(a.augmentation, b.augmentation)
+
+
+# ------------------------------------------------------------------------------ saving
+
+
+def test_a_copy_reaches_the_host_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any shape and type, larger than the pinned buffer or not, while the GPU is busy."""
+    monkeypatch.setattr(copies, "STAGE", 1000)
+    x = torch.randn(513, 129, device="cuda")
+    tensors = {
+        "large": x,
+        "turned": x.t(),
+        "half": x.bfloat16(),
+        "yes or no": x > 0,
+        "one": x[0, 0].clone(),
+        "none": x[:0],
+    }
+    for _ in range(50):
+        x @ x.t()
+    state = copies.cloned(tensors)
+    assert state is not None
+    ready = torch.cuda.current_stream().record_event()
+    expected = {name: y.cpu() for name, y in tensors.items()}
+    x.zero_()
+    found = copies.on_host(state, ready)
+    assert found.keys() == expected.keys()
+    for name, y in found.items():
+        assert y.is_contiguous()
+        assert torch.equal(y, expected[name]), name
+
+
+def test_a_checkpoint_written_beside_later_updates_is_that_of_its_step(tmp_path: Path) -> None:
+    options = SMALL | {"runtime.save_every": 3, "runtime.keep": 9}
+    whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)
+    short = pretrain("scenes:512:64", tmp_path / "short", "vit_b16_stop", stop_at=3, **options)
+    path = whole.path / "checkpoints" / "step-00000003"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (path / name).read_bytes() == (short.checkpoint / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_saving_a_vit_b_pauses_training_for_a_fifth_of_a_second_at_most() -> None:
+    waits, beside = map(json.loads, bench_saving(None, {}).splitlines())
+    assert beside["longest_pause_ms"] <= 200 < waits["longest_pause_ms"]

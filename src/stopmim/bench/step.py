@@ -65,7 +65,7 @@ def bench_step(
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
     of this config. With `profile`, the time of a step kernel by kernel is added.
     """
-    base = _usual(preset, changes)
+    base = usual(preset, changes)
     device, variants = choose_device(base.runtime.device), {base.positions.kind: base}
     if twin and base.positions.kind == "stochastic":
         plain = base.positions.model_validate({"kind": "sincos"})
@@ -114,7 +114,7 @@ def bench_masks(
     preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
 ) -> str:
     """Times drawing the masks of one batch on the device; returns a JSON line."""
-    config = _usual(preset, changes)
+    config = usual(preset, changes)
     device, batch_size = choose_device(config.runtime.device), config.optim.batch_size
     steps = itertools.count()
 
@@ -127,7 +127,7 @@ def bench_masks(
     return timing.record_lines([line], out, f"masks_{config.arch}")
 
 
-def _usual(preset: str | None, changes: dict[str, Any]) -> Config:
+def usual(preset: str | None, changes: dict[str, Any]) -> Config:
     """The config to measure; on a GPU with its usual batch size, unless `changes` set one."""
     on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
     config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)

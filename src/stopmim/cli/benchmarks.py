@@ -19,18 +19,19 @@ class Bench:
     """Measure speed; prints one JSON line per figure."""
 
     what: Annotated[
-        Positional[Literal["step", "masks", "growth", "loader", "index", "probe"]],
+        Positional[Literal["step", "masks", "growth", "saving", "loader", "index", "probe"]],
         choices(
             step="forward, backward and update",
             masks="drawing masks",
             growth="step time against batch, masks, depth and resolution",
+            saving="pauses of training while it saves",
             loader="reading images, against the usual pipeline",
             index="listing images",
             probe="linear classifiers",
         ),
     ]
     preset: Annotated[str | None, option("NAME|FILE")] = None
-    """step, masks; default: vit_b16_stop on a GPU, tiny_cpu on a CPU, batch of one GPU"""
+    """step, masks, saving; default: vit_b16_stop on a GPU, tiny_cpu on a CPU, batch of one GPU"""
     masks: Literal["own", "published"] = "own"
     """step: likeliest mask shapes of the config, or mean token counts of released masks"""
     paper: bool = False
@@ -49,6 +50,7 @@ class Bench:
         from stopmim.bench.growth import bench_growth
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
+        from stopmim.bench.saving import bench_saving
         from stopmim.bench.step import bench_masks, bench_step
         from stopmim.bench.timing import check_folder
 
@@ -59,6 +61,7 @@ class Bench:
             "step": (bench_step, ("preset", "changes", "masks", "twin", "profile", "rounds")),
             "masks": (bench_masks, ("preset", "changes", "rounds")),
             "growth": (bench_growth, ("changes", "rounds")),
+            "saving": (bench_saving, ("preset", "changes")),
             "loader": (bench_loader, ("rounds",)),
             "index": (bench_index, ("rounds",)),
             "probe": (partial(bench_probe, *(PAPER if self.paper else ())), ("paper",)),

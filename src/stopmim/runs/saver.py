@@ -36,9 +36,9 @@ SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end
 class Saver:
     """Saves the checkpoints of a run while it trains; survives a disk that is full for a while.
 
-    `save` copies the state on its device, which takes milliseconds. A thread brings the copy to the
-    host and writes it, one at a time. Training waits for the last one of a run, and where tensors
-    are sharded or a copy does not fit into memory.
+    `save` copies the state on its device, which is quick. A thread brings the copy to the host and
+    writes it, one at a time. Training waits for the last one of a run, and where tensors are
+    sharded or a copy does not fit into memory.
     """
 
     run: Path
@@ -62,21 +62,25 @@ class Saver:
         return by_clock and time.monotonic() - self.began >= SECONDS
 
     def save(self, step: int, *, final: bool) -> None:
-        """Saves the state after `step`; waits until it is written if `final`, else rarely."""
+        """Saves the state after `step`, in the background unless it is `final`."""
         self.finish()
         self.step, self.began = step, time.monotonic()
-        states, waits = self._copied(final)
+        states = live(self.model, self.optimizer)
+        if sharded := any(map(is_sharded, states[0].values())):
+            states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
             return
+        copy = None if final or sharded else self._copy(states)
         faultpoint("save.copied")
         scaler = self.scaler.state_dict() if self.scaler else None
         about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
-        os.umask(mask := os.umask(0))  # here: for a moment it holds for all threads
+        os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self.thread = Thread(target=self._work, args=(states, ready, about, 0o666 & ~mask))
+        what = (copy or states, ready, about, 0o666 & ~mask)
+        self.thread = Thread(target=self._work, args=what)
         self.thread.start()
-        if waits:
+        if copy is None:
             self.finish(final=final)
 
     def finish(self, *, final: bool = False, wait: bool = True) -> None:
@@ -107,22 +111,18 @@ class Saver:
         except Exception as error:
             warn(str(error))
 
-    def _copied(self, final: bool) -> tuple[tuple[State, State], bool]:
-        """The state to write, and whether to wait for it: it is no copy, or was long to gather."""
-        states = live(self.model, self.optimizer)
-        if any(is_sharded(x) for x in states[0].values()):
-            return gathered(self.model, self.optimizer, keep=self.writes), True
-        if final or not self.writes:
-            return states, True
+    def _copy(self, states: tuple[State, State]) -> tuple[State, State] | None:
+        """Copies on the same device, or None if memory has no room for them."""
         tensors = [x for state in states for x in state.values()]
         device = tensors[0].device
-        # torch keeps the memory of the last copy on a GPU: it only looks as if there were less.
-        if (self.roomy and device.type == "cuda") or has_room(tensors, device):
-            weights, slots = map(cloned, states)
-            self.roomy = weights is not None and slots is not None
-            if weights is not None and slots is not None:
-                return (weights, slots), False
-        return states, True
+        # torch keeps the memory of the last copy on a GPU: there only seems to be less.
+        if not (self.roomy and device.type == "cuda") and not has_room(tensors, device):
+            return None
+        weights, slots = map(cloned, states)
+        if weights is None or slots is None:
+            return None
+        self.roomy = True
+        return weights, slots
 
     def _work(self, *what: Any) -> None:
         """Body of the thread; `finish` deals with its error in the thread that trains."""

@@ -145,11 +145,7 @@ def plan_run(
     chosen = choose(facts, device) if preset is None else preset
     config, known = _config(chosen, changes, facts.count), known_preset(chosen)
     if known and known.scales:
-        now = (
-            resumed.runtime.model_dump()
-            if resumed
-            else _runtime(config, device, ranks)
-        )
+        now = resumed.runtime.model_dump() if resumed else _runtime(config, device, ranks)
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
         given = dict(flatten(changes))
         config = configure(config, {key: n for key, n in settled.items() if key not in given})
