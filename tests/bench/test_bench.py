@@ -104,7 +104,7 @@ def test_growth_has_a_line_for_every_value_and_a_plot_for_every_cause(
 
 
 def test_saves_are_timed_with_and_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("EPOCHS", 8), ("EVERY", 6)):  # 16 updates, two of the saves before the end
+    for name, value in (("EPOCHS", 4), ("EVERY", 3)):  # 8 updates, and two saves before the end
         monkeypatch.setattr(bench_saving, name, value)
     small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
     lines = bench_saving.bench_saving("tiny_cpu", QUICK | small)

@@ -233,39 +233,29 @@ def test_a_bug_in_the_thread_is_a_bug_of_the_run(
 # ------------------------------------------------------------------------------ when
 
 
-def counted(
-    monkeypatch: pytest.MonkeyPatch, out: Path, seconds: float, every: int | None
-) -> list[int]:
-    """The steps that a run of five updates saves, with ten minutes replaced by `seconds`."""
-    monkeypatch.setattr(saver, "SECONDS", seconds)
-    kept = {"save_every": every, "keep": 99}
-    run = pretrain(NoiseImages(), out, tiny(runtime=kept, optim={"epochs": 1}))
-    return [int(path.name[5:]) for path in sorted((run.path / "checkpoints").iterdir())]
-
-
 def test_checkpoints_are_due_by_the_clock_unless_a_number_of_updates_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert counted(monkeypatch, tmp_path / "rare", 3600, None) == [5]
-    often = counted(monkeypatch, tmp_path / "often", 0, None)
-    assert often[0] == 1  # and then whenever the last one is written
-    assert often[-1] == 5
-    for seconds in (0, 3600):
-        assert counted(monkeypatch, tmp_path / f"{seconds}", seconds, 2) == [2, 4, 5]
+    monkeypatch.setattr(saver, "SECONDS", 0.0)
+    found = {}
+    for every in (None, 2):
+        config = tiny(runtime={"save_every": every, "keep": 9}, optim={"epochs": 1})
+        run = pretrain(NoiseImages(), tmp_path / str(every), config)
+        paths = sorted((run.path / "checkpoints").iterdir())
+        found[every] = [int(path.name[5:]) for path in paths]
+    assert found[2] == [2, 4, 5]
+    assert (found[None][0], found[None][-1]) == (1, 5)  # 2 to 4: if the one before was written
 
 
 def test_a_run_of_an_older_version_goes_on(whole: Run, tmp_path: Path) -> None:
-    """Its run.json says null, which was an epoch, or a number that a preset had chosen."""
-    for every in ("null", "7"):
-        out = tmp_path / every
-        pretrain(NoiseImages(), out, tiny(), stop_at=4)
-        text = (out / "run.json").read_text()
-        assert '"save_every": 3' in text
-        (out / "run.json").write_text(text.replace('"save_every": 3', f'"save_every": {every}'))
-        assert_same_run(pretrain(NoiseImages(), out), whole)
-        last = sorted(path.name for path in (out / "checkpoints").iterdir())
-        first = 4 if every == "null" else 7
-        assert last == [f"step-{first:08d}", "step-00000010"]
+    """Its run.json may say null, which was one epoch: five updates."""
+    pretrain(NoiseImages(), tmp_path, tiny(), stop_at=4)
+    text = (tmp_path / "run.json").read_text()
+    assert '"save_every": 3' in text
+    (tmp_path / "run.json").write_text(text.replace('"save_every": 3', '"save_every": null'))
+    assert_same_run(pretrain(NoiseImages(), tmp_path), whole)
+    last = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert last == ["step-00000004", "step-00000010"]
 
 
 def clocked(out: Path, rank: int) -> None:
