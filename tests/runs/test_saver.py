@@ -35,6 +35,8 @@ class Gate:
         self.held, self.until, self.open = held, until, threading.Event()
         for module in (loop, saver, checkpoint):
             monkeypatch.setattr(module, "faultpoint", self)
+        if held:  # else it would hold training as well, on a machine without memory to spare
+            monkeypatch.setattr(copies, "SPARE", 0.0)
 
     def __call__(self, name: str) -> None:
         self.passed.append(name)

@@ -28,7 +28,7 @@ ALL = [
     *(f"slow:{name}@{i}" for name in SAVING for i in (1, 2)),
     *(f"save.pruned@{i}" for i in (1, 2)),
     *(f"step.end@{i},step.end@{j},save.synced@1" for i in (1, 3, 4) for j in (1, 2, 5)),
-    *(f"slow:step.end@{i},slow:step.end@{j},save.moved@1" for i in (4, 5) for j in (4, 8)),
+    *(f"slow:step.end@{i},slow:step.end@{j},save.moved@1" for i in (4, 5) for j in (4, 7)),
     *(f"{name}@1,{name}@1,{name}@1" for name in SAVING[:7]),
     *(f"after@{RANDOM.uniform(0.1, 2):.3f},after@{RANDOM.uniform(0.1, 2):.3f}" for _ in range(30)),
 ]
