@@ -35,7 +35,7 @@ train train.distributed train.mirror train.rates train.slurm train.optimizer tra
 train.draws train.cost train.plan train.advice train.progress train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.features evals.adapter evals.recipes evals.feature_files evals.heads evals.request
-evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
+evals.propagation evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table
@@ -46,7 +46,7 @@ insight.figures.similarity insight.figures.theory
 insight.analyse insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.report ablations.run
-bench bench.timing bench.loader bench.probe bench.step bench.growth bench.saving
+bench bench.timing bench.loader bench.probe bench.step bench.growth bench.saving bench.tracking
 cli.demo cli.options cli.wrong_input cli.benchmarks cli.evaluate cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__

@@ -18,7 +18,7 @@ from helpers import GOLDEN, golden, golden_about, seeded
 from stopmim.base.errors import DataError, NonFiniteError, UserError
 from stopmim.data.crops import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
-from stopmim.evals import tracking
+from stopmim.evals import propagation
 from stopmim.evals.regions import sheet, summary
 from stopmim.evals.results import Result
 from stopmim.evals.tracking import (
@@ -117,7 +117,7 @@ def test_aggregates_are_the_recorded_ones_pooled_over_objects() -> None:
     for name in SEQUENCES:
         truth = masks[f"{name}.gt"]
         video = Painted(list(np.where(truth == 255, 0, truth)), name)
-        scores += score(video, list(masks[f"{name}.res"]))
+        scores += score(video, torch.from_numpy(masks[f"{name}.res"]))
         for s, recorded in zip(
             [s for s in scores if s.video == name],
             about["sequences"][name]["per_object"],
@@ -197,14 +197,14 @@ def test_the_interval_is_over_objects_and_absent_for_one() -> None:
 def test_labels_propagate_as_recorded_whatever_the_tiles(
     run: str, changes: dict[str, int], tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "TILE", tile)
+    monkeypatch.setattr(propagation, "TILE", tile)
     recorded = golden("labelprop")
     options = Tracking(**({"neighbourhood": 3} | changes))  # type: ignore[arg-type]
     soft = propagate(recorded["features"], recorded["first_onehot"][0], options)
     torch.testing.assert_close(soft, recorded[f"{run}.soft"], atol=1e-5, rtol=0)
     if run != "nonbhd":
-        found = np.stack([labels_of(frame, 8, (100, 131)) for frame in soft])
-        assert (found == recorded[f"{run}.segmentation"].numpy()).mean() >= 0.995
+        found = labels_of(soft, 8, (100, 131))
+        assert (found == recorded[f"{run}.segmentation"]).float().mean() >= 0.995
 
 
 def dense(features: Tensor, first: Tensor, options: Tracking) -> Tensor:
@@ -254,7 +254,7 @@ def test_a_small_temperature_does_not_overflow() -> None:
 def test_a_channel_that_is_the_same_everywhere_gives_no_nan() -> None:
     soft = torch.zeros(3, 4, 4)
     soft[2] = 1.0  # one object fills the frame: no least and largest to scale by
-    assert (labels_of(soft, 4, (16, 16)) == 2).all()
+    assert (labels_of(soft[None], 4, (16, 16)) == 2).all()
 
 
 # ------------------------------------------------------------------------------ videos
@@ -297,9 +297,10 @@ def test_identity_features_keep_a_still_video_as_it_is() -> None:
 def test_a_class_token_is_dropped_and_nothing_else_is() -> None:
     video, options = moving(4, height=64, width=64), Tracking(size=64)
     plain, with_class = (
-        list(follow(Planted(4, class_token), video, options)) for class_token in (False, True)
+        torch.cat(list(follow(Planted(4, class_token), video, options)))
+        for class_token in (False, True)
     )
-    assert np.array_equal(plain, with_class)
+    assert plain.equal(with_class)
     with pytest.raises(ValueError, match=r"\d+ tokens for a grid of 8 x 8"):
         list(follow(_Wrong(4), video, options))
 
@@ -321,7 +322,7 @@ def test_neither_the_batch_nor_other_videos_change_what_is_found() -> None:
     videos = open_videos("scenes:2:64:5")
     options = Tracking(size=64)
     together = track(encoder, videos, options, batch_size=7)
-    one = [score(v, list(follow(encoder, v, options, batch_size=1))) for v in videos]
+    one = [score(v, torch.cat([*follow(encoder, v, options, batch_size=1)])) for v in videos]
     assert results(one[0] + one[1]) == together
 
 
@@ -356,8 +357,8 @@ def test_patch_14_lies_where_it_should_and_is_stretched_when_released() -> None:
     mask[28:84, 14:70] = 1
     video = Painted([mask] * 4)
     aligned, cut = Planted(14), Planted(14)
-    exact = list(follow(aligned, video, Tracking(size=96)))
-    released = list(follow(cut, video, Tracking(size=96, compat="released")))
+    exact = torch.cat(list(follow(aligned, video, Tracking(size=96))))
+    released = torch.cat(list(follow(cut, video, Tracking(size=96, compat="released"))))
     assert aligned.seen[0][2:] == (98, 98)
     assert cut.seen[0][2:] == (84, 84)  # of 96: the rest is left out
     assert jaccard(exact[2], mask) > 0.97
@@ -451,7 +452,7 @@ def test_masks_are_written_as_davis_reads_them_with_the_annotation_first(tmp_pat
     assert [path.name for path in files] == [f"{i:05d}.png" for i in range(4)]
     masks = [read_mask(path) for path in files]
     assert np.array_equal(masks[0], video.mask(0))
-    assert np.array_equal(masks, list(follow(Planted(4), video, options)))
+    assert np.array_equal(masks, torch.cat(list(follow(Planted(4), video, options))))
     with Image.open(files[1]) as image:
         assert image.mode == "P"
     with (tmp_path / "objects.csv").open() as file:

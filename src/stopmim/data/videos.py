@@ -6,8 +6,10 @@ machine; render.py says how.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -29,6 +31,7 @@ Year = Literal["2016", "2017"]
 VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation counts it as background
 RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
 LENGTH = 20  # frames of a rendered video
+AHEAD = 16  # frames read before they are asked for
 BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
 SPEED, SPIN, ZOOM = 0.2, 0.03, 0.004  # maxima per frame: lengths; half tangents; fractions
 SEEN = 400  # a body that covers less than 1 in 400 pixels of the first frame is not tracked
@@ -42,7 +45,7 @@ PALETTE[:22] = [
 
 
 class Video(Protocol):
-    """Frames in order, of which at least the first has a mask."""
+    """Frames in order, of which at least the first has a mask; several threads read them."""
 
     name: str
     annotated: bool  # every frame has a mask, so that tracking can be scored
@@ -70,6 +73,49 @@ def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]
     if year is None:
         year = "2017" if (Path(source) / "ImageSets" / "2017").is_dir() else "2016"
     return Davis(source, year)
+
+
+class ReadAhead:
+    """`video`, whose next frames and masks the threads of `pool` read before they are used.
+
+    A mask is kept, a frame only until the next one is used: older frames are read again.
+    """
+
+    def __init__(self, video: Video, pool: Executor) -> None:
+        self.video, self.name, self.annotated = video, video.name, video.annotated
+        self._pool, self._begun = pool, 0
+        self._frames: dict[int, Future[Bytes]] = {}
+        self._masks: dict[int, Future[Bytes]] = {}
+        self._read_to(AHEAD)
+
+    def __len__(self) -> int:
+        return len(self.video)
+
+    def stem(self, i: int) -> str:
+        return self.video.stem(i)
+
+    def frame(self, i: int) -> Bytes:
+        self._read_to(i + 1 + AHEAD)
+        self._frames.pop(i - 1, None)
+        return self._frames[i].result() if i in self._frames else self.video.frame(i)
+
+    def mask(self, i: int) -> Bytes:
+        return self._masks[i].result() if i in self._masks else self.video.mask(i)
+
+    def _read_to(self, end: int) -> None:
+        for i in range(self._begun, min(end, len(self))):
+            self._frames[i] = self._pool.submit(self.video.frame, i)
+            if self.annotated or i == 0:
+                self._masks[i] = self._pool.submit(self.video.mask, i)
+            self._begun = i + 1
+
+
+def read_ahead(videos: Sequence[Video], pool: Executor) -> Iterator[ReadAhead]:
+    """Yields `videos` such that the beginning of the next is read during the end of each."""
+    readers = (ReadAhead(video, pool) for video in videos)
+    for reader, _ in pairwise(chain(readers, (None,))):
+        assert reader is not None
+        yield reader
 
 
 @dataclass

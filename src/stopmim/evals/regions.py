@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
+from torch import Tensor
 
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
@@ -20,9 +22,7 @@ TINT = 0.4  # opacity of an object over the frame
 
 def jaccard(mask: ArrayLike, truth: ArrayLike) -> float:
     """J: intersection over union of two masks (H, W), 1 if both are empty."""
-    a, b = _pair(mask, truth)
-    union = np.count_nonzero(a | b)
-    return float(np.count_nonzero(a & b) / union) if union else 1.0
+    return float(region_similarity(*_pair(mask, truth)))
 
 
 def boundary_f(mask: ArrayLike, truth: ArrayLike) -> float:
@@ -31,39 +31,63 @@ def boundary_f(mask: ArrayLike, truth: ArrayLike) -> float:
     A pixel of a boundary matches if the other boundary passes within 0.8 % of the diagonal. Two
     empty boundaries score 1, an empty one and another score 0.
     """
-    a, b = map(_boundary, _pair(mask, truth))
-    if not (a.any() and b.any()):
-        return float(a.any() == b.any())
-    radius = math.ceil(BOUNDARY * math.hypot(*a.shape))
-    precision = np.count_nonzero(a & _dilate(b, radius)) / np.count_nonzero(a)
-    recall = np.count_nonzero(b & _dilate(a, radius)) / np.count_nonzero(b)
-    return float(2 * precision * recall / (precision + recall)) if precision + recall else 0.0
+    return float(boundary_accuracy(*_pair(mask, truth)))
 
 
-def _pair(mask: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    a, b = np.asarray(mask).astype(bool), np.asarray(truth).astype(bool)
+def _pair(mask: ArrayLike, truth: ArrayLike) -> tuple[Tensor, Tensor]:
+    a, b = (torch.from_numpy(np.asarray(x).astype(bool)) for x in (mask, truth))
     if a.ndim != 2 or a.shape != b.shape:
-        raise ValueError(f"expected two masks (H, W) of equal size, got {a.shape} and {b.shape}")
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"expected two masks (H, W) of equal size, got {shapes}")
     return a, b
 
 
-def _boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def region_similarity(found: Tensor, truth: Tensor) -> Tensor:
+    """J of every mask of `found` (..., H, W), bool, on its device and in float64, (...,)."""
+    both, either = _count(found & truth), _count(found | truth)
+    return torch.where(either > 0, both / either, 1.0)
+
+
+def boundary_accuracy(found: Tensor, truth: Tensor) -> Tensor:
+    """F of every mask, as `region_similarity`."""
+    a, b = _boundary(found), _boundary(truth)
+    radius = math.ceil(BOUNDARY * math.hypot(*a.shape[-2:]))
+    some_a, some_b = _count(a), _count(b)
+    precision = _count(a & _dilate(b, radius)) / some_a  # NaN without a boundary
+    recall = _count(b & _dilate(a, radius)) / some_b
+    f = torch.where(precision + recall > 0, 2 * precision * recall / (precision + recall), 0.0)
+    equally_empty = ((some_a > 0) == (some_b > 0)).double()
+    return torch.where((some_a > 0) & (some_b > 0), f, equally_empty)
+
+
+def _count(points: Tensor) -> Tensor:
+    """Pixels that are set, in float64: their ratios are then those of Python's integers."""
+    return points.sum(dim=(-2, -1)).double()
+
+
+def _boundary(mask: Tensor) -> Tensor:
     """Pixels that differ from the one to the right, below, or diagonal; none along the frame."""
-    found = np.zeros_like(mask)
-    found[:, :-1] |= mask[:, :-1] ^ mask[:, 1:]
-    found[:-1] |= mask[:-1] ^ mask[1:]
-    found[:-1, :-1] |= mask[:-1, :-1] ^ mask[1:, 1:]
+    found = torch.zeros_like(mask)
+    found[..., :-1] |= mask[..., :-1] ^ mask[..., 1:]
+    found[..., :-1, :] |= mask[..., :-1, :] ^ mask[..., 1:, :]
+    found[..., :-1, :-1] |= mask[..., :-1, :-1] ^ mask[..., 1:, 1:]
     return found
 
 
-def _dilate(points: NDArray[np.bool_], radius: int) -> NDArray[np.bool_]:
-    """All pixels within `radius` of one that is set: few are, so a disc is stamped on each."""
-    offset = np.arange(-radius, radius + 1)
-    dy, dx = np.nonzero(offset[:, None] ** 2 + offset**2 <= radius**2)  # from 0
-    y, x = np.nonzero(points)
-    found = np.zeros(np.add(points.shape, 2 * radius), bool)
-    found[y[:, None] + dy, x[:, None] + dx] = True
-    return found[radius:-radius, radius:-radius]
+def _dilate(points: Tensor, radius: int) -> Tensor:
+    """All pixels within `radius` of one that is set.
+
+    A disc is a pile of rows: `wide` grows with them from its top, where a row is short, to its
+    middle, and is put down above and below.
+    """
+    wide, found, reach = points.clone(), torch.zeros_like(points), 0
+    for dy in range(radius, -1, -1):
+        for dx in range(reach + 1, (reach := math.isqrt(radius**2 - dy**2)) + 1):
+            wide[..., dx:] |= points[..., :-dx]
+            wide[..., :-dx] |= points[..., dx:]
+        found[..., dy:, :] |= wide[..., : wide.shape[-2] - dy, :]
+        found[..., : wide.shape[-2] - dy, :] |= wide[..., dy:, :]
+    return found
 
 
 def summary(values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -95,7 +119,7 @@ def sheet(video: Video, found: Sequence[Bytes]) -> Image.Image:
         ids = np.array(Image.fromarray(found[i]).resize((WIDTH, height), Image.Resampling.NEAREST))
         tinted = np.where(ids[..., None] > 0, (1 - TINT) * frame + TINT * bright[ids], frame)
         for k in range(1, int(ids.max()) + 1):
-            tinted[_boundary(ids == k)] = bright[k]
+            tinted[_boundary(torch.from_numpy(ids == k)).numpy()] = bright[k]
         row, column = divmod(place, COLUMNS)
         whole.paste(Image.fromarray(tinted.astype(np.uint8)), (column * WIDTH, row * height))
     return whole
