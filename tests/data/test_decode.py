@@ -323,8 +323,22 @@ def test_threads_decode_alike_and_leave_the_warning_filters_alone() -> None:
     assert warnings.filters == filters
 
 
+def test_pillow_decodes_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits within Pillow for the other, which a lock around it would keep out."""
+    both, load = threading.Barrier(2, timeout=10), module._decode_with_pillow
+
+    def meet(data: bytes, max_pixels: int) -> np.ndarray:
+        both.wait()
+        return load(data, max_pixels)
+
+    monkeypatch.setattr(module, "_decode_with_pillow", meet)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(decode, [encoded(picture(), "PNG")] * 2))
+    assert np.array_equal(*found)
+
+
 def test_a_process_forked_while_a_thread_decodes_can_decode() -> None:
-    file = encoded(picture(200, 200), "PNG")
+    file, filters = encoded(picture(200, 200), "PNG"), list(warnings.filters)
     done = threading.Event()
 
     def keep_decoding() -> None:
@@ -340,7 +354,7 @@ def test_a_process_forked_while_a_thread_decodes_can_decode() -> None:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(10)  # a lock taken over from the thread would never be released
                 decode(file)
-                os._exit(0)
+                os._exit(warnings.filters != filters)
             assert os.waitpid(child, 0)[1] == 0
     finally:
         done.set()

@@ -48,12 +48,46 @@ _ORIENTATION_TAG = re.compile(
     rb"|tiff:Orientation"
 )
 
-# `warnings.catch_warnings` replaces a list of the whole process: one thread at a time. Pillow
-# decodes with the GIL held, so this costs nothing. A worker must not be forked in between.
-_quiet = threading.Lock()
+
+class _Quiet:
+    """Silences Pillow while any thread is inside, except for decompression bombs, which raise.
+
+    `warnings.catch_warnings` replaces a list of the whole process: the first thread to come does
+    so, and the last to leave restores it. Pillow decodes without the GIL, thus in parallel.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads, self.caught = threading.Lock(), 0, warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.threads:
+                self.caught = warnings.catch_warnings()
+                self.caught.__enter__()
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+            self.threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.threads -= 1
+            if not self.threads:
+                self.caught.__exit__(None, None, None)
+
+    def forked(self) -> None:
+        """In a child, which was forked with the lock taken: the threads inside are not in it."""
+        if self.threads:
+            self.threads = 0
+            self.caught.__exit__(None, None, None)
+        self.lock.release()
+
+
+_quiet = _Quiet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_quiet.acquire, after_in_parent=_quiet.release, after_in_child=_quiet.release
+        before=_quiet.lock.acquire,
+        after_in_parent=_quiet.lock.release,
+        after_in_child=_quiet.forked,
     )
 
 # Without a handler Pillow's complaints would go to stderr; the reason is in `BadImageError`.
@@ -81,9 +115,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
     try:
         image = _decode_plain_jpeg(data, max_pixels) if fast else None
         if image is None:
-            with _quiet, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with _quiet:
                 image = _decode_with_pillow(data, max_pixels)
     except BadImageError:
         raise
@@ -118,11 +150,9 @@ def collect_files() -> Iterator[list[bytes]]:
 def format_of(data: bytes) -> str:
     """Format and mode of a file according to its header, as "JPEG RGB"."""
     try:
-        with _quiet, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with _open(data) as image:
-                several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
-                return f"{image.format} {image.mode}{several}"
+        with _quiet, _open(data) as image:
+            several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
+            return f"{image.format} {image.mode}{several}"
     except Exception:
         return "unknown"
 
