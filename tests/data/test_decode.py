@@ -334,7 +334,7 @@ def test_pillow_decodes_in_several_threads_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_decode_with_pillow", meet)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(decode, [encoded(picture(), "PNG")] * 2))
-    assert np.array_equal(*found)
+    assert np.array_equal(found[0], found[1])
 
 
 def test_a_process_forked_while_a_thread_decodes_can_decode() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +15,80 @@ from stopmim.data.render import render
 from stopmim.data.scene import FOOT
 from stopmim.data.scene import sample as sample_scene
 from stopmim.data.videos import (
+    AHEAD,
     LENGTH,
     PALETTE,
     Bytes,
     Davis,
+    ReadAhead,
     SceneVideo,
     open_videos,
+    read_ahead,
     read_mask,
     sample,
     write_mask,
 )
 
 MANY = [SceneVideo(3, i) for i in range(24)]
+
+
+# ------------------------------------------------------------------------------ read ahead
+
+
+class Counted:
+    """A video of grey frames that notes which of them are read."""
+
+    annotated = True
+
+    def __init__(self, name: str, length: int = 40) -> None:
+        self.name, self.length, self.read = name, length, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def stem(self, i: int) -> str:
+        return str(i)
+
+    def frame(self, i: int) -> Bytes:
+        self.read.append(i)
+        if i == 30:
+            raise DataError("frame 30 is broken")
+        return np.full((2, 3, 3), i, np.uint8)
+
+    def mask(self, i: int) -> Bytes:
+        return np.full((2, 3), i, np.uint8)
+
+
+def test_frames_are_read_ahead_once_and_not_further_than_needed() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        video = Counted("a")
+        reader = ReadAhead(video, pool)
+        for i in range(10):
+            assert (reader.frame(i) == i).all()
+            assert (reader.mask(i) == i).all()
+            assert max(video.read) <= i + AHEAD
+    assert sorted(video.read) == list(range(10 + AHEAD))
+    assert (reader.frame(0) == 0).all()  # gone, and read again
+    assert (reader.mask(0) == 0).all()
+
+
+def test_the_next_video_is_begun_before_it_is_asked_for() -> None:
+    videos = [Counted("a", 3), Counted("b", 3), Counted("c", 3)]
+    with ThreadPoolExecutor(1) as pool:
+        readers = read_ahead(videos, pool)
+        assert next(readers).name == "a"
+        pool.submit(int).result()  # comes last
+        assert [len(video.read) for video in videos] == [3, 3, 0]
+        assert [reader.name for reader in readers] == ["b", "c"]
+
+
+def test_a_frame_that_cannot_be_read_ahead_fails_in_its_turn() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        reader = ReadAhead(Counted("a"), pool)
+        for i in range(30):
+            reader.frame(i)
+        with pytest.raises(DataError, match="frame 30"):
+            reader.frame(30)
 
 
 # ------------------------------------------------------------------------------ drawn

@@ -30,6 +30,7 @@ from stopmim.evals.tracking import (
     jaccard,
     labels_of,
     propagate,
+    resize_ids,
     results,
     score,
     track,
@@ -243,6 +244,32 @@ def test_tiles_give_the_numbers_of_the_dense_formulation(options: Tracking) -> N
     torch.testing.assert_close(found, dense(features, first, options), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("topk", [1, 5, 40])
+def test_a_gpu_takes_by_a_product_what_a_cpu_takes_one_by_one(topk: int) -> None:
+    like = torch.randn(30, 60, generator=seeded()).round(decimals=1)  # with many ties
+    like[:, 20:] = -torch.inf  # and for 40 not enough within reach
+    given = torch.rand(3, 60, generator=seeded(1))
+    best = like.topk(topk, dim=1).values
+    assert topk == 40 or (like >= best[:, -1:]).sum() > 30 * topk
+    found, expected = (
+        take(like.clone(), best, given, 0.1)
+        for take in (propagation.take_dense, propagation.take_sparse)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((480, 832), (480, 854)), ((30, 52), (480, 832)), ((47, 33), (5, 98))]
+)
+def test_object_numbers_are_resized_as_pillow_does(
+    old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    ids = torch.randint(256, (2, *old), generator=seeded(), dtype=torch.uint8)
+    for given, found in zip(ids, resize_ids(ids, new), strict=True):
+        image = Image.fromarray(given.numpy()).resize(new[::-1], Image.Resampling.NEAREST)
+        assert np.array_equal(found, np.asarray(image))
+
+
 def test_a_small_temperature_does_not_overflow() -> None:
     features = torch.randn(3, 12, 8, generator=seeded())
     first = torch.zeros(2, 3, 4)
@@ -427,6 +454,46 @@ def test_features_that_are_not_finite_are_refused() -> None:
     encoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="painted"):
         track(encoder, [moving(4)], Tracking(size=64))
+
+
+class _Overflowing(Planted):
+    """Returns what is beyond the range of half precision, and counts how often it is asked."""
+
+    def __call__(self, images: Tensor, index: Tensor | None = None) -> Tensor:
+        in_half = torch.is_autocast_enabled("cpu")
+        return super().__call__(images) * (torch.inf if in_half else 1.0)
+
+
+def test_what_half_precision_cannot_hold_is_done_again_without_it() -> None:
+    videos, options = [moving(4), moving(2)], Tracking(size=64)
+    encoder = _Overflowing(4)
+    found = track(encoder, videos, options, precision=torch.bfloat16, batch_size=6)
+    assert found == track(Planted(4), videos, options)
+    assert len(encoder.seen) == 3  # the second video was not tried in vain
+
+
+@pytest.mark.gpu
+def test_a_gpu_in_half_precision_finds_what_a_cpu_finds() -> None:
+    torch.manual_seed(0)
+    encoder = VisionTransformer(64, 8, 192, 4, 3)
+    videos, options = open_videos("scenes:8:64"), Tracking(size=128)
+    expected = track(encoder, videos, options)
+    found = track(encoder, videos, options, device="cuda", precision=torch.float16)
+    assert named(found)["J&F"] == pytest.approx(named(expected)["J&F"], abs=5e-4)
+
+
+@pytest.mark.gpu
+def test_propagation_never_waits_for_the_gpu() -> None:
+    features = torch.randn(4, 40 * 52, 64, device="cuda")
+    first = torch.ones(2, 40, 52, device="cuda")
+    labels = propagation.propagate_each(features, first, Tracking())
+    next(labels)  # tiles are cut once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = labels_of(torch.stack(list(labels)), 16, (480, 854))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.shape == (2, 480, 854)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class ImageRequest(Request):
     size: Annotated[int | None, "INT"] = None
     """image size in pixels; default: the encoder's"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the encoder; auto: bf16 on a GPU, fp32 on a CPU"""
+    """precision of the encoder; auto: on a GPU bf16, and fp16 for tracking, fp32 on a CPU"""
     random_inits: Annotated[int | None, "INT"] = None
     """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison;
     default: 8, or 4 for more than 10,000 images"""

@@ -68,7 +68,7 @@ class VideoTracking(Protocol, Propagation):
         out = None if inputs.untrained else self.pictures
         precision = inputs.precision
         if inputs.request.precision == "auto" and precision is not None:
-            precision = torch.float16  # bfloat16 moves J&F by a tenth of a point, this does not
+            precision = torch.float16  # bfloat16 has too few digits to rank similar patches
         device = inputs.device
         found = track(inputs.encoder, videos, options, device=device, precision=precision, out=out)
         for result in found:
