@@ -19,7 +19,10 @@ from stopmim.base.errors import DataError, NonFiniteError, UserError
 from stopmim.data.crops import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
 from stopmim.evals import propagation
+from stopmim.evals.inputs import Inputs
+from stopmim.evals.protocols import VideoTracking
 from stopmim.evals.regions import sheet, summary
+from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Result
 from stopmim.evals.tracking import (
     Scores,
@@ -470,6 +473,25 @@ def test_what_half_precision_cannot_hold_is_done_again_without_it() -> None:
     found = track(encoder, videos, options, precision=torch.bfloat16, batch_size=6)
     assert found == track(Planted(4), videos, options)
     assert len(encoder.seen) == 3  # the second video was not tried in vain
+
+
+class _Noting(VisionTransformer):
+    """Notes whether it is asked in half precision."""
+
+    def forward(
+        self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
+    ) -> Tensor:
+        self.in_half = torch.is_autocast_enabled("cpu")
+        return super().forward(images, index, all_tokens=all_tokens)
+
+
+def test_precision_is_what_was_asked_for_and_float32_on_a_cpu() -> None:
+    encoder, protocol = _Noting(32, 8, 24, 1, 3), VideoTracking(videos="scenes:1:32")
+    asked: dict[Literal["auto", "bf16"], bool] = {"auto": False, "bf16": True}
+    for name, in_half in asked.items():
+        inputs = Inputs(encoder, request=ImageRequest(precision=name, device="cpu"))
+        assert len(list(protocol.measure(inputs, ""))) == 7
+        assert encoder.in_half == in_half
 
 
 @pytest.mark.gpu

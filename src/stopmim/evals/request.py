@@ -20,6 +20,8 @@ class Request:
     """encoder of a run: target, the EMA copy that papers evaluate, or context, the trained one"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """precision of the encoder; auto: on a GPU bf16, and fp16 for tracking, fp32 on a CPU"""
     seed: int = 0
     """seed of every split and draw"""
     out: Annotated[Path | None, "FILE|RUN"] = None
@@ -48,8 +50,6 @@ class ImageRequest(Request):
     """labels to predict, e.g. count distance; default: all"""
     size: Annotated[int | None, "INT"] = None
     """image size in pixels; default: the encoder's"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the encoder; auto: on a GPU bf16, and fp16 for tracking, fp32 on a CPU"""
     random_inits: Annotated[int | None, "INT"] = None
     """untrained networks to compare with; fewer are quicker and tell less, 0: no comparison;
     default: 8, or 4 for more than 10,000 images"""
