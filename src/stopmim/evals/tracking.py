@@ -183,12 +183,13 @@ def track(
         Ticker("tracking", sum(map(len, videos))) as ticker,
     ):
         for video in read_ahead(videos, pool):
+            begin = ticker.done
             try:
                 found = _gather(find(video, precision=precision), ticker, video.name)
             except NonFiniteError:
                 if precision is None:
                     raise
-                precision, ticker.done = None, ticker.done - len(video)
+                precision, ticker.done = None, begin
                 found = _gather(find(video), ticker, video.name)
             if folder is not None:
                 masks = list(found.cpu().numpy())
@@ -252,7 +253,7 @@ def follow(
     # A channel for every object, even if it is too small for the grid and thus never found.
     cells, channels = resize_ids(mask, grid).long(), int(video.mask(0).max()) + 1
     first = F.one_hot(cells, channels).permute(2, 0, 1).float()  # (C, h, w)
-    finite: list[Tensor] = []  # looked at once, at the end: to look is to wait for a GPU
+    finite: list[Tensor] = []  # on a GPU looked at once, at the end: to look is to wait
 
     def features() -> Iterator[Tensor]:
         for start in range(0, len(video), batch_size):
@@ -266,6 +267,8 @@ def follow(
             with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
                 tokens = encoder(pixels)
             finite.append(tokens.isfinite().all())
+            if device.type == "cpu":
+                _check_finite(finite, video.name)
             extra = tokens.shape[1] - grid[0] * grid[1]  # a class token, which comes first
             if extra not in (0, 1):
                 raise ValueError(f"{tokens.shape[1]} tokens for a grid of {grid[0]} x {grid[1]}")
@@ -275,9 +278,13 @@ def follow(
     labels = propagate_each(features(), first, options)
     while part := list(islice(labels, batch_size)):
         yield labels_of(torch.stack(part), patch, tuple(mask.shape))
-    if not torch.stack(finite).all():
+    _check_finite(finite, video.name)
+
+
+def _check_finite(flags: Sequence[Tensor], name: str) -> None:
+    if not torch.stack(list(flags)).all():
         raise NonFiniteError(
-            f"the encoder gives no finite features for {video.name}; "
+            f"the encoder gives no finite features for {name}; "
             "was it saved after the loss diverged?"
         )
 
