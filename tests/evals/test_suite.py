@@ -26,6 +26,7 @@ from stopmim.base.files import read_jsonl
 from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.probe import bench_probe
 from stopmim.cli import main
+from stopmim.config.architectures import SIZES
 from stopmim.data.images import Images
 from stopmim.data.index_cache import folder
 from stopmim.data.sources.open import open_images
@@ -299,6 +300,30 @@ def test_an_encoder_that_knows_the_class_scores_more_than_99_percent(
         assert result.random_init is None  # nobody knows how this one looked before
     # few: 20 of each of four classes
     assert {r.train for r in scores} == {200, 80}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "own"])
+def test_the_best_depth_is_chosen_where_the_reading_says(recipe: Any) -> None:
+    """An early block tells the class, but of test images it tells another: the last tells none."""
+    inputs = Inputs(Planted(), Coloured(80), Coloured(120, seed=1))
+    for name, shift in (("train", 0), ("test", 1)):
+        y = inputs.labels_of("class")[name == "test"]
+        x = torch.randn(len(y), 12, generator=torch.Generator().manual_seed(shift)) / 10
+        x[:, :3] += 5 * torch.eye(4)[(y + shift) % 4, :3]
+        vars(inputs)[f"{name}_x"] = x
+    protocol = Linear("both", layers="best", recipe=recipe)
+    results = [measured.result for measured in measure(inputs, [protocol])]
+    held, paper = (
+        {r.protocol: r for r in results if r.selection == reading}
+        for reading in ("held-out", "paper")
+    )
+    best, other = held["linear best depth"], held["linear last4"]
+    assert best.value == other.value < 0.05 < held["linear"].value
+    assert best.setting == f"last4, {other.setting}"
+    endings = ("", " best epoch") if recipe == "own" else ("",)
+    for end in endings:
+        both = [paper[f"{depth}{end}"].value for depth in ("linear", "linear last4")]
+        assert paper[f"linear best depth{end}"].value == max(both)
 
 
 def test_a_random_encoder_has_its_own_number_beside_it() -> None:
@@ -699,6 +724,21 @@ def test_published_rates_of_fine_tuning() -> None:
     assert (recipe.mixup, recipe.cutmix, recipe.erase, recipe.drop_path) == (0, 0, 0, 0)
 
 
+def test_huge_encoders_are_fine_tuned_by_their_own_recipe() -> None:
+    widths = {size: SIZES[size].width for size in ("s", "b", "l", "h", "g")}
+    chosen = {size: Finetune().recipe_for(width) for size, width in widths.items()}
+    assert chosen == {
+        **dict.fromkeys(("s", "b", "l"), "one-percent"),
+        **dict.fromkeys(("h", "g"), "one-percent-huge"),
+    }
+    assert (Finetune().tuning(1280).weight_decay, Finetune().tuning(1024).weight_decay) == (
+        0.4,
+        0.05,
+    )
+    assert Finetune(recipe="one-percent").tuning(1280).weight_decay == 0.05
+    assert Finetune(weight_decay=0.1).tuning(1280).weight_decay == 0.1
+
+
 def test_fine_tuning_learns_leaves_the_encoder_alone_and_is_the_same_again() -> None:
     encoder = open_encoder(RANDOM)
     assert isinstance(encoder, VisionTransformer)
@@ -963,7 +1003,7 @@ def test_a_mistake_is_one_line(
 
 def test_recipes_of_the_command_line_are_those_there_are() -> None:
     assert {*get_args(TaskName)} == {*TASKS}
-    for protocol, names in ((Linear, {"auto", "own", *TASKS}), (Finetune, {*TUNINGS})):
+    for protocol, names in ((Linear, {"auto", "own", *TASKS}), (Finetune, {"auto", *TUNINGS})):
         types = {field.name: field.type for field in dataclasses.fields(protocol)}
         assert {*get_args(types["recipe"])} == names
 

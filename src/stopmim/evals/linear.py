@@ -6,7 +6,7 @@ number on the test set, as in the tables of I-JEPA and StoP.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class ChosenHead:
 
     head: Head
     reading: Reading
+    score: int  # correct answers on the images it was chosen by; compares heads of one reading
     correct: Tensor  # (n,) bool, after the last epoch
     epochs: Tensor  # (epochs,) correct test samples after each; held-out: the last only
 
@@ -73,7 +74,7 @@ def probes(
     deep = depths(layers, split.test, split.width)
     heads = grid(recipe, deep)
     common: dict[str, Any] = {"seed": seed, "device": device}
-    chosen: dict[int, Head] = {}
+    chosen: dict[int, tuple[Head, int]] = {}
     if "held-out" in readings:
         held, rest = selection_split(split.y, seed)
         shown, y = split.train[0] if plain is None else plain, split.y
@@ -81,23 +82,28 @@ def probes(
         found = train_heads(heads, recipe, part, every_epoch=False, **common)
         chosen = {n: _best(heads, found.correct[-1], n) for n in deep}
     # Heads do not affect each other: train only those that are needed.
-    heads = heads if "paper" in readings else list(dict.fromkeys(chosen.values()))
+    if "paper" not in readings:
+        heads = list(dict.fromkeys(head for head, _ in chosen.values()))
     found = train_heads(heads, recipe, split, every_epoch="paper" in readings, **common)
     results = []
     for reading in readings:
         for n in deep:
             # Chosen by the last epoch here, too; the best epoch of this head is kept beside it.
-            head = chosen[n] if reading == "held-out" else _best(heads, found.correct[-1], n)
-            i = heads.index(head)
+            best = chosen[n] if reading == "held-out" else _best(heads, found.correct[-1], n)
+            i = heads.index(best[0])
             correct = found.predicted[i] == split.test_y.cpu()
-            results.append(ChosenHead(head, reading, correct, found.correct[:, i]))
+            results.append(ChosenHead(best[0], reading, best[1], correct, found.correct[:, i]))
     return results
 
 
-def _best(heads: list[Head], correct: Tensor, layers: int) -> Head:
-    """The head with this many layers and most correct answers; the first if several tie."""
+def _best(heads: list[Head], correct: Tensor, layers: int) -> tuple[Head, int]:
+    """The head with this many layers and most correct answers, and their number.
+
+    The first if several tie.
+    """
     own = [i for i, head in enumerate(heads) if head.layers == layers]
-    return heads[max(own, key=lambda i: int(correct[i]))]
+    best = max(own, key=lambda i: int(correct[i]))
+    return heads[best], int(correct[best])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +113,7 @@ class ProbeResult:
     correct: Tensor  # (n,) bool
     l2: float
     weights: Tensor  # (classes, D + 1), intercept last, for standardised features
+    score: int  # correct answers on the images that l2 was chosen by
 
     @property
     def accuracy(self) -> float:
@@ -141,21 +148,28 @@ def linear_probe(
         l2s: penalties to choose from, relative to the mean loss; see `fit_logistic`.
         tolerance: of the fits that choose l2.
     """
+    data = train_x, train_y, test_x, test_y
     if reading == "held-out":
-        l2s = [choose_l2(train_x, train_y, seed, l2s, tolerance)]
-    tried = [_solve(train_x, train_y, test_x, test_y, l2) for l2 in l2s]
-    return max(tried, key=lambda probe: int(probe.correct.sum()))
+        held = _on_held_out(train_x, train_y, seed, l2s, tolerance)
+        return replace(_solve(*data, held.l2), score=held.score)
+    return max((_solve(*data, l2) for l2 in l2s), key=lambda probe: probe.score)
 
 
 def choose_l2(
     x: Tensor, y: Tensor, seed: int, l2s: Sequence[float], tolerance: float = TOLERANCE
 ) -> float:
     """The penalty that, fitted to 80 % of the samples, is best on the other 20 %."""
+    return _on_held_out(x, y, seed, l2s, tolerance).l2
+
+
+def _on_held_out(
+    x: Tensor, y: Tensor, seed: int, l2s: Sequence[float], tolerance: float
+) -> ProbeResult:
     held, rest = selection_split(y, seed)
     parts = x[rest], y[rest], x[held], y[held]
     # Of penalties that tie, max takes the first, so the largest: the simplest classifier.
     tried = (_solve(*parts, l2, tolerance) for l2 in sorted(l2s, reverse=True))
-    return max(tried, key=lambda probe: int(probe.correct.sum())).l2
+    return max(tried, key=lambda probe: probe.score)
 
 
 def _solve(
@@ -163,4 +177,4 @@ def _solve(
 ) -> ProbeResult:
     weights = fit_logistic(standardise(x, x), y, l2, intercept=True, tolerance=tolerance)
     found = (standardise(test_x, x) @ weights[:, :-1].T + weights[:, -1]).argmax(dim=1)
-    return ProbeResult(found == test_y, l2, weights)
+    return ProbeResult(found == test_y, l2, weights, int((found == test_y).sum()))

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from stopmim.base.errors import UserError
+from stopmim.config.architectures import SIZES
 from stopmim.evals.protocols.protocol import FewLabels, Inputs, Measured, Selecting
 from stopmim.evals.recipes import TUNINGS, Tuning, TuningName
 
@@ -16,8 +17,8 @@ class Finetune(FewLabels, Selecting):
 
     name = "finetune"
     in_suite = False
-    recipe: TuningName = "one-percent"
-    """I-JEPA's recipe for 1 % of the labels, or MAE's"""
+    recipe: Literal["auto", TuningName] = "auto"
+    """I-JEPA's recipe for 1 % of the labels, or MAE's; auto: I-JEPA's for the encoder's size"""
     selection: Literal["held-out", "paper", "both"] = "held-out"
     """held-out: report the last epoch; paper: the epoch that is best on test"""
     epochs: Annotated[int | None, "INT"] = None
@@ -33,12 +34,20 @@ class Finetune(FewLabels, Selecting):
 
     cacheable = False
 
-    @property
-    def tuning(self) -> Tuning:
+    def recipe_for(self, width: int) -> TuningName:
+        """The recipe for an encoder of this width; ViT-H, and what is larger, has its own."""
+        if self.recipe != "auto":
+            return self.recipe
+        return "one-percent-huge" if width >= SIZES["h"].width else "one-percent"
+
+    def tuning(self, width: int) -> Tuning:
         """The recipe with the changes that were asked for."""
         names = ("epochs", "batch_size", "lr", "weight_decay")
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return dataclasses.replace(TUNINGS[self.recipe], **changes)
+        return dataclasses.replace(TUNINGS[self.recipe_for(width)], **changes)
+
+    def facts(self, inputs: Inputs) -> dict[str, Any]:
+        return {"recipe": self.recipe_for(inputs.encoder.width)}
 
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.data.subset import Subset
@@ -49,12 +58,12 @@ class Finetune(FewLabels, Selecting):
             raise UserError("finetune: only a Vision Transformer of ours can be fine-tuned")
         if inputs.untrained and not self.random_init:
             return
-        chosen = ""
+        chosen, tuning = "", self.tuning(inputs.encoder.width)
         if self.list is not None or self.per_class:
             index, how = self.choose(inputs, label)
             chosen = f"{how}, "
             inputs = dataclasses.replace(inputs, train=Subset(inputs.train, index))
-        correct = finetune(inputs, label, self.tuning, every_epoch="paper" in self.readings)
+        correct = finetune(inputs, label, tuning, every_epoch="paper" in self.readings)
         n, best = len(inputs.train), correct.index(max(correct))
         for reading in self.readings:
             if reading == "held-out":  # nothing was chosen
