@@ -224,14 +224,19 @@ def test_sigma_is_the_papers_variance_and_the_released_deviation(
         assert given_number.positions.sigma == 0.3  # a given number is a variance in every mode
 
 
-def test_a_twin_differs_in_its_positions_alone() -> None:
+def test_a_twin_differs_in_its_positions_and_has_the_learning_rate_of_ijepa() -> None:
+    """The paper lowered it for StoP with ViT-B and ViT-L; the released code has one config."""
     twins = [name for name in PRESETS if "_ijepa" in name]
     assert len(twins) == 8
     for name in twins:
         stop = dict(flatten(configure(name.replace("_ijepa", "_stop")).model_dump()))
         ijepa = dict(flatten(configure(name).model_dump()))
         different = {key for key in stop if stop[key] != ijepa[key]}
-        assert different == {"positions.kind", "positions.sigma"}
+        lowered = {"optim.lr"} if name in ("vit_b16_ijepa", "vit_l16_ijepa") else set()
+        assert different == {"positions.kind", "positions.sigma"} | lowered, name
+        if not name.endswith("_released"):
+            assert ijepa["optim.lr"] == 1e-3
+            assert PRESETS[name].notes
 
 
 def test_the_released_mode_turns_every_quirk_on_and_can_be_taken_apart() -> None:
