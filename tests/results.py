@@ -14,16 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopmim.ablations.report import (
-    Line,
-    costs,
-    differences,
-    health,
-    lines,
-    metrics,
-    numbers,
-    random_init,
-)
+from stopmim.ablations.lines import Line, lines, metrics, random_init
+from stopmim.ablations.report import costs, differences, health, numbers
 from stopmim.ablations.table import Row, Table
 from stopmim.ablations.trial import Outcome, norms_and_rank
 from stopmim.base.tables import markdown

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from test_videos import davis
@@ -21,18 +22,21 @@ from test_videos import davis
 import results
 from stopmim import pretrain
 from stopmim.ablations import run as ablate
+from stopmim.ablations.lines import lines, metric
 from stopmim.ablations.paper import TABLES, find_table, listing
 from stopmim.ablations.questions import Question, questions
 from stopmim.ablations.record import write_records
-from stopmim.ablations.report import as_markdown, metric, write_report
+from stopmim.ablations.report import as_markdown, figures, terminal, write_report
 from stopmim.ablations.run import identity
 from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
 from stopmim.base.errors import DataError, UserError
 from stopmim.cli import main
+from stopmim.cli.run import parse
 from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.check import check
+from stopmim.evals.protocols import PROTOCOLS, from_options
 from stopmim.evals.results import over_seeds, paired, t_quantile
 from stopmim.method.build import configure
 from stopmim.runs.run import Run
@@ -180,6 +184,29 @@ def test_numbers_are_those_printed_in_the_paper() -> None:
     ]
 
 
+def test_epochs_are_those_of_tables_2_14_and_16_and_no_number_to_compare() -> None:
+    known = {p.name: p.epochs for p in find_table("downstream").published}
+    assert (known["StoP ViT-B/16"], known["StoP ViT-H/14"], known["I-JEPA ViT-L/16"]) == (
+        *(600, 300, 600),
+    )
+    assert (known["SimCLR v2 RN152 (2x)"], known["MSN ViT-L/7"], known["data2vec ViT-L/16"]) == (
+        *(800, 200, 1600),
+    )
+    assert (known["DINO ViT-B/16"], known["DINO ViT-B/8"]) == (400, 300)
+    tuned = {p.name: p.epochs for p in find_table("finetune").published}
+    # The paper gives iBOT's ViT-B/16 250 epochs in Table 14 and 400 in Table 16.
+    assert (known["iBOT ViT-B/16"], tuned["iBOT ViT-B/16"]) == (250, 400)
+    assert (tuned["StoP ViT-L/16"], tuned["MAE ViT-L/16"]) == (600, 1600)
+    assert all([*known.values(), *tuned.values()])
+    assert "epochs" not in find_table("downstream").columns
+    assert "StoP ViT-H/14         300 epochs: 65.4" in listing("downstream")
+
+
+def test_a_list_fits_a_terminal() -> None:
+    shown = [listing(), *map(listing, TABLES)]
+    assert max(len(line) for text in shown for line in text.splitlines()) <= 80
+
+
 def test_the_numbers_beside_a_row_are_of_its_architecture_if_the_paper_has_it() -> None:
     assert printed("vit_h14") == "ViT-H/14"
     table = find_table("downstream")
@@ -222,7 +249,7 @@ def test_a_table_of_ones_own_has_its_rows_dotted_or_nested(tmp_path: Path) -> No
         for seed in (0, 1)
     }
     (asked,) = planned.trials[0].questions
-    assert asked.request["layers"] == "both"  # of all labels
+    assert asked.request["layers"] == "best"  # of all labels
     assert [t.row for t in plan(file, tmp_path / "out", rows=["c+1_.x"]).trials] == ["c+1_.x"]
     short = own(tmp_path, "rows:\n  first: {}\n")
     assert (find_table(short).baseline, find_table(short).asks) == ("first", "few labels")
@@ -487,6 +514,43 @@ def test_every_kind_of_table_asks_by_its_own_protocol(tmp_path: Path) -> None:
         asked("tracking", data=str(tmp_path))
 
 
+def test_options_of_protocols_reach_them_and_change_nothing_if_they_are_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--selection", "paper", "--views", "3", "--released"]
+    command: Any = parse(["ablate", "downstream", *words])
+    assert command.evaluation.views == 3
+    given = {"selection": "paper", "views": 3, "released": True}
+    for name, options in (("downstream", given), ("transfer", {"selection": "paper", "views": 3})):
+        (trial, *_) = plan(name, tmp_path, options=options).trials
+        (asked,) = trial.questions
+        kinds = [kind for kind in PROTOCOLS if kind.name in asked.protocols]
+        found = {k: v for p in from_options(kinds, asked.request)[0] for k, v in vars(p).items()}
+        assert found.items() >= options.items()
+        assert found["layers"] == "best"
+        (plain, *_) = plan(name, tmp_path, options={}).trials
+        assert plain.answers_file == plan(name, tmp_path).trials[0].answers_file
+        assert plain.answers_file != trial.answers_file
+    words = ["--out", str(tmp_path / "o"), "--dry-run"]
+    assert main(["ablate", "tracking", "--released", *words]) == 2
+    said = "--released: has no effect: it is an option of lowshot, and this table is evaluated by"
+    assert f"{said} tracking" in capsys.readouterr().err
+    assert main(["ablate", "downstream", "--views", "-1", *words]) == 2
+    assert "--views -1: expected 0 or more" in capsys.readouterr().err
+
+
+def test_pairs_of_the_paper_say_that_their_rows_train_at_one_learning_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = configure("vit_b16_stop")
+    for name in ("downstream", "transfer", "tracking", "finetune"):
+        rates = {configure(base, row.of(base)).optim.lr for row in TABLES[name].rows}
+        assert rates == {8e-4}
+        assert TABLES[name].note.startswith("Both rows train alike, at the preset's learning rate")
+    assert main(["ablate", "downstream", "--out", str(tmp_path), "--dry-run"]) == 0
+    assert "The paper's I-JEPA had\n1e-3" in capsys.readouterr().out
+
+
 def test_a_dry_run_trains_nothing_and_says_what_it_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,7 +599,7 @@ def test_every_row_of_every_table_runs(name: str, tmp_path: Path) -> None:
     page = write_report(planned, found)
     assert len(found) == len(TABLES[name].rows)
     assert all(run.answers for run in found)
-    assert (page.parent / "accuracy.png").exists() == bool(planned.table.axis)
+    assert (page.parent / "accuracy.png").exists() == bool(planned.table.axes)
 
 
 def answer(value: float, protocol: str = "lowshot", **more: Any) -> dict[str, Any]:
@@ -574,6 +638,39 @@ def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
     assert "| StoP | 100 | 0:50 | 2.00 |" in text
     assert "2.00" not in (page.parent / "table.csv").read_text()  # no time in it
     assert "models of other size" in text
+
+
+def test_numbers_chosen_on_test_have_columns_of_their_own() -> None:
+    answers = [answer(0.3, "linear", selection=how) for how in ("held-out", "paper", "none")]
+    assert [metric(one) for one in answers] == ["linear", "linear (paper)", "linear"]
+
+
+def test_a_table_that_is_too_wide_for_a_terminal_is_turned(tmp_path: Path) -> None:
+    planned = plan("downstream", tmp_path, seeds=2)
+    found = [made_up(row, seed, 0.5) for row in ("I-JEPA", "StoP") for seed in (0, 1)]
+    text = terminal(planned, found)
+    assert max(map(len, text.splitlines())) <= 80
+    head, *lines = text.split("\n\n")[0].splitlines()
+    assert head.split() == ["I-JEPA", "StoP", "random", "init"]
+    assert lines[-1].split()[:3] == ["lowshot", "50.0", "\u00b1"]
+
+
+def test_lines_whose_axes_differ_in_meaning_share_a_height_but_no_panel(tmp_path: Path) -> None:
+    planned = plan("covariance", tmp_path)
+    rows = {"sigma-0": 0.2, "learned-0.25": 0.4, "learned-1": 0.3, "fixed-0.25": 0.9}
+    outcomes = [made_up(row, 0, value) for row, value in rows.items()]
+    found = lines(planned.table, "vit_b16", outcomes)
+    drawn = figures(planned, found, {})
+    learned, fixed = (axes for axes in drawn["accuracy"].axes if axes.lines)
+    assert (learned.get_xlabel(), fixed.get_xlabel()) == tuple(planned.table.axes.values())
+    assert learned.get_xlabel() != fixed.get_xlabel()
+    assert learned.get_ylim() == fixed.get_ylim()
+    points = [np.asarray(axes.lines[0].get_xdata()).tolist() for axes in (learned, fixed)]
+    assert points == [[0.0, 0.25, 1.0], [0.0, 0.25]]  # without noise, both are the same run
+    rates = plan("lr", tmp_path / "lr")
+    outcomes = [made_up(row, 0, 0.5) for row in ("sine-cosine-x1", "StoP-x1")]
+    drawn = figures(rates, lines(rates.table, "vit_b16", outcomes), {})
+    assert len([axes for axes in drawn["accuracy"].axes if axes.lines]) == 1  # these do compare
 
 
 def test_a_page_escapes_what_others_wrote_and_needs_nothing(tmp_path: Path) -> None:

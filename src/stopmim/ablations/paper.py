@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from stopmim.ablations.table import Changes, Numbers, Published, Row, Table, read_table
@@ -31,19 +32,26 @@ def find_table(name: str) -> Table:
 
 
 def listing(name: str | None = None) -> str:
-    """Lists all tables, or the rows of one, with the published numbers."""
+    """Lists all tables, or the rows of one, with the published numbers, in 80 columns."""
     lines = []
     for one, table in TABLES.items() if name is None else [(Path(name).stem, find_table(name))]:
-        lines += [f"{one}: {table.about} ({table.source})"]
-        shown = {row.name: table.quoted(row.name) for row in table.rows}
+        lines += wrap(f"{one}: {table.about} ({table.source})", 80, subsequent_indent="    ")
+        shown = {row.name: _listed(table.quoted(row.name)) for row in table.rows}
         if name is not None and table.published:
-            shown = {row: {} for row in shown} | {p.name: p.numbers for p in table.published}
+            shown = dict.fromkeys(shown, "")
+            shown |= {p.name: _listed(p.numbers, p.epochs) for p in table.published}
         width = max(map(len, shown))
-        for row, numbers in shown.items():
-            paper = ", ".join(f"{value:.1f} ({what})" for what, value in numbers.items())
-            lines.append(f"  {row:{width}}  {paper}".rstrip())
-        lines += [f"  {table.note}"] if table.note and name is not None else []
+        for row, paper in shown.items():
+            text = f"  {row:{width}}  {paper}".rstrip()
+            lines += wrap(text, 80, subsequent_indent=" " * (width + 4), break_on_hyphens=False)
+        if table.note and name is not None:
+            lines += wrap(table.note, 80, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _listed(numbers: Numbers, epochs: int | None = None) -> str:
+    found = ", ".join(f"{value:.1f} ({what})" for what, value in numbers.items())
+    return f"{epochs} epochs: {found}" if epochs else found
 
 
 # ------------------------------------------------------------------------------ paper.yaml
@@ -99,16 +107,21 @@ def rows_of(name: str, written: Changes, paper: float | None) -> Iterator[Row]:
 def table_of(
     rows: dict[str, Changes], all: Changes, paper: Numbers, published: list[list[Any]], **rest: Any
 ) -> Table:
-    (_, _, *columns), *lines = published
     found = (rows_of(name, all | written, paper.get(name)) for name, written in rows.items())
+    head, *lines = published
+    made = tuple(chain.from_iterable(found))
+    if axis := rest.pop("axis", ""):
+        rest["axes"] = {row.line: axis for row in made if row.line}
     return Table(
-        rows=tuple(chain.from_iterable(found)),
-        published=tuple(
-            Published(method, arch, {c: n for c, n in zip(columns, numbers, strict=True) if n})
-            for method, arch, *numbers in lines
-        ),
+        rows=made,
+        published=tuple(_published(dict(zip(head, line, strict=True))) for line in lines),
         **rest,
     )
+
+
+def _published(line: dict[str, Any]) -> Published:
+    method, arch, epochs = line.pop("method"), line.pop("architecture"), line.pop("epochs", None)
+    return Published(method, arch, {name: n for name, n in line.items() if n}, epochs)
 
 
 TEXT = Path(__file__).with_name("paper.yaml").read_text(encoding="ascii")

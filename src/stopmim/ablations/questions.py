@@ -1,7 +1,7 @@
 """Questions that the encoders of a table are asked, with all data opened and checked beforehand."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from stopmim.data.subset import find_named, without_loose
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels
+from stopmim.evals.protocols import PROTOCOLS, from_options
 from stopmim.evals.recipes import TASKS
 
 FIT, TEST = 2048, 4096  # scenes to fit classifiers on and to test them on, by default
@@ -23,10 +24,10 @@ MAX_CHECKED = 10_000  # up to so many images, every image is decoded before anyt
 RENDERER = f"scenes-v{VERSION}"  # content of scenes and their videos, beyond their name
 SCENE_LABELS = ["count", "distance"]  # the questions of CLEVR
 LABELS = {"clevr_count": ["count"], "clevr_dist": ["distance"]}  # of published recipes
-PROTOCOLS: dict[Asks, tuple[tuple[str, ...], str]] = {  # and layers of linear classifiers
+ASKED: dict[Asks, tuple[tuple[str, ...], str]] = {  # and layers of linear classifiers
     "few labels": (("lowshot", "knn", "linear"), "last"),
-    "all labels": (("lowshot", "linear"), "both"),
-    "transfer": (("linear",), "both"),
+    "all labels": (("lowshot", "linear"), "best"),
+    "transfer": (("linear",), "best"),
     "finetune": (("finetune",), "last"),
     "quick": (("lowshot", "knn"), "last"),
     "everything": (("lowshot", "knn", "linear"), "both"),
@@ -52,6 +53,7 @@ def questions(
     few: str,
     video_size: int | None = None,
     skip: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Question, ...]:
     """Returns what the encoders of a table are asked; raises UserError if anything is missing.
 
@@ -62,14 +64,16 @@ def questions(
         evals: ``[NAME=]DATA``, where the name is a published recipe, as cifar100. This, `few` and
             `video_size` are options of `Ablation`.
         skip: list of images of `data` to ignore, as in pretraining.
+        options: options of the protocols that differ from their defaults, as selection or views.
     """
+    refuse_without_effect(asks, options or {})
     named = [_recipe_and_source(text) for text in evals]
     scenes = is_scenes(data)
     if asks == "tracking":
         if not named and not scenes:
             raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
         return (_about_videos(named[0][1] if named else "scenes", video_size),)
-    protocols, layers = PROTOCOLS[asks]
+    protocols, layers = ASKED[asks]
     if asks == "few labels" and scenes:
         protocols = ("lowshot", "linear")
     chosen = b""
@@ -81,7 +85,7 @@ def questions(
         raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
     found = []
     for recipe, source in named or [("", "" if scenes else data)]:
-        request = {"recipe": recipe or "auto", "layers": layers} | labelled
+        request = {"recipe": recipe or "auto", "layers": layers} | labelled | dict(options or {})
         if not source:
             request |= {"train": f"scenes:{FIT}:{size}:3", "test": f"scenes:{TEST}:{size}:4"}
         else:
@@ -97,6 +101,20 @@ def questions(
         on = recipe if len(named) > 1 else ""
         found.append(Question(protocols, request, on, cache.key(*content, chosen)))
     return tuple(found)
+
+
+def refuse_without_effect(asks: Asks, options: Mapping[str, Any]) -> None:
+    """Raises UserError for an option that no protocol of the table has, or for a wrong value."""
+    asked = ASKED[asks][0] if asks in ASKED else (asks,)
+    for option in options:
+        having = [p.name for p in PROTOCOLS if option in (f.name for f in fields(p))]  # type: ignore[arg-type]
+        if not set(having) & set(asked):
+            raise UserError(
+                f"--{option.replace('_', '-')}: has no effect: it is an option of "
+                f"{', '.join(having) or 'no protocol'}, and this table is evaluated by "
+                f"{', '.join(asked)}"
+            )
+    from_options([p for p in PROTOCOLS if p.name in asked], options)  # checks values
 
 
 def is_scenes(source: str) -> bool:

@@ -7,27 +7,24 @@ import csv
 import io
 import itertools
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stopmim.ablations.table import Row, Table
-from stopmim.ablations.trial import Answer, Outcome, Plan
+from stopmim.ablations.lines import HEALTH, Line, lines, metrics, random_init
+from stopmim.ablations.trial import Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
 from stopmim.base.files import write_whole
 from stopmim.config.architectures import printed
-from stopmim.evals.protocols.tracking import TRACKED
-from stopmim.evals.results import Estimate, over_seeds, paired
+from stopmim.evals.results import Estimate, over_seeds
 from stopmim.insight.analyse import DPI
 from stopmim.insight.figures import pictures, sweep, theory
 from stopmim.runs.run import Run
-from stopmim.runs.verdict import in_percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,91 +36,8 @@ PAPER_NOTE = (
     " The paper's numbers are top-1 on ImageNet-1k, or what the column says, of models of other "
     "size and training: compare differences between rows, not numbers."
 )
-HEALTH = {"norm of A": 3, "norm of m~": 3, "RankMe": 1}  # digits to show
+WIDTH = 80
 Cells = dict[str, str]
-
-
-# ------------------------------------------------------------------------------ rows over seeds
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row over its seeds."""
-
-    row: Row
-    paper: Mapping[str, float]
-    values: Mapping[str, Mapping[int, float]]  # metric -> seed -> percent
-    health: Mapping[str, Mapping[int, float]]  # key of HEALTH -> seed -> value
-    runs: Sequence[Outcome]
-
-    @property
-    def name(self) -> str:
-        return self.row.name
-
-    def per_seed(self, what: str) -> list[float]:
-        return list((self.values.get(what) or self.health.get(what) or {}).values())
-
-    def estimate(self, what: str) -> Estimate | None:
-        values = self.per_seed(what)
-        return over_seeds(values) if values else None
-
-    def against(self, other: "Line | None", metric: str) -> Estimate | None:
-        """Paired difference to another row."""
-        if other is None or other is self:
-            return None
-        return paired(self.values.get(metric, {}), other.values.get(metric, {}))
-
-    @property
-    def verdict(self) -> str:
-        """Verdicts of the doctor, or problems, of all seeds."""
-        said, runs = Counter(run.problem or run.verdict for run in self.runs), len(self.runs)
-        return "; ".join(one if n == runs else f"{one} ({n} of {runs})" for one, n in said.items())
-
-
-def lines(table: Table, arch: str, outcomes: Sequence[Outcome]) -> list[Line]:
-    """Rows in the order of the outcomes, with the paper's numbers for `arch`."""
-    rows, found = {row.name: row for row in table.rows}, []
-    for name in dict.fromkeys(run.row for run in outcomes):
-        runs = [run for run in outcomes if run.row == name]
-        values: dict[str, dict[int, float]] = {}
-        for run in runs:
-            for answer in map(in_percent, run.answers):
-                if what := metric(answer):
-                    values.setdefault(what, {})[run.seed] = answer["value"]
-        health = {
-            "norm of A": {run.seed: run.norms[0] for run in runs if run.norms},
-            "norm of m~": {run.seed: run.norms[1] for run in runs if run.norms},
-            "RankMe": {run.seed: run.rank for run in runs if run.rank is not None},
-        }
-        row = rows.get(name, Row(name, {}))  # a given checkpoint is no row of the table
-        found.append(Line(row, table.quoted(name, printed(arch)), values, health, runs))
-    return found
-
-
-def metric(answer: Answer) -> str | None:
-    """Name of the column of an answer; None if it is not shown."""
-    if answer["protocol"] == "tracking":
-        return answer["name"] if answer["name"] in TRACKED else None
-    if answer["name"] != "accuracy":
-        return None
-    label = "" if answer["label"] == "class" else answer["label"]
-    return " ".join(filter(None, [answer["protocol"], label, answer.get("on", "")]))
-
-
-def metrics(found: Sequence[Line]) -> list[str]:
-    """All columns, with the metric of the paper's ablations first."""
-    names = dict.fromkeys(what for line in found for what in line.values)
-    return sorted(names, key=lambda name: not name.startswith("lowshot"))
-
-
-def random_init(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Metrics of the first row's network before training; other rows may have other networks."""
-    found: dict[str, float] = {}
-    for run in outcomes:
-        for answer in map(in_percent, run.answers):
-            if "random_init" in answer and (what := metric(answer)):
-                found.setdefault(what, answer["random_init"])
-    return found
 
 
 # ------------------------------------------------------------------------------ tables
@@ -229,6 +143,7 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
         "Health": health(found),
         "As published": [
             {"method": p.method, "architecture": p.arch}
+            | ({"epochs": str(p.epochs or "-")} if table.published[0].epochs else {})
             | {column: _decimal(p.numbers.get(column)) for column in table.columns}
             for p in table.published
         ],
@@ -246,10 +161,18 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
 
 
 def terminal(planned: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Results and health as aligned text."""
+    """Results and health as aligned text; a table too wide for a terminal is turned."""
     found = lines(planned.table, planned.base.arch, outcomes)
     shown = numbers(found, random_init(outcomes)), health(found)
-    return "\n\n".join(map(tables.aligned, shown))
+    return "\n\n".join(map(_fitting, shown))
+
+
+def _fitting(rows: Sequence[Cells]) -> str:
+    text = tables.aligned(rows)
+    if max(map(len, text.splitlines())) <= WIDTH:
+        return text
+    names = [name for name in rows[0] if name != "row"]
+    return tables.aligned([{"": n} | {row["row"]: row[n] for row in rows} for n in names])
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
@@ -314,24 +237,32 @@ def _facts(planned: Plan) -> Cells:
 def figures(
     planned: Plan, found: Sequence[Line], before: Mapping[str, float]
 ) -> dict[str, "Figure"]:
-    """Accuracy and norms of rows along an axis; for `tie`, the norm of A over training."""
+    """Accuracy and norms of rows along their axes; for `tie`, the norm of A over training.
 
-    def panel(what: str, title: str = "", level: float | None = None) -> sweep.Panel:
+    Lines whose axes differ in meaning have panels of their own, side by side at the same height.
+    """
+    axes = planned.table.axes
+
+    def panels(what: str, title: str = "", level: float | None = None) -> list[sweep.Panel]:
         points = [
             (line.row.line, sweep.Point(line.row.x, line.per_seed(what)))
             for line in found
             if line.row.x is not None
         ]
-        return sweep.Panel(title or what, sweep.along(points), level)
+        lines = sweep.along(points)
+        return [
+            sweep.Panel(
+                title or what, axis, {n: p for n, p in lines.items() if axes[n] == axis}, level
+            )
+            for axis in dict.fromkeys(axes[name] for name in lines)
+        ]
 
-    panels = {
-        "accuracy": [panel(name, level=before.get(name)) for name in metrics(found)],
-        "norms": [panel("norm of A"), panel("norm of m~", "norm of the mask token")],
-    }
+    accuracy = [panel for name in metrics(found) for panel in panels(name, level=before.get(name))]
+    norms = [*panels("norm of A"), *panels("norm of m~", "norm of the mask token")]
     drawn = {
-        name: sweep.figure(several, planned.table.axis)
-        for name, several in panels.items()
-        if any(panel.lines for panel in several)
+        name: sweep.figure(several)
+        for name, several in (("accuracy", accuracy), ("norms", norms))
+        if several
     }
     if planned.name == "tie":
         runs = [Run(path) for path, t in planned.runs.items() if t.answers() is not None]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from stopmim.ablations.paper import find_table
@@ -87,6 +88,7 @@ class Ablation:
         few: number of labelled images per class, or a file that lists them, for protocols with
             few labels.
         video_size: shorter edge of the frames for tracking; None: as published.
+        options: options of the protocols, as ``{"selection": "paper", "views": 28}``.
         checkpoints: ``NAME=FILE``, further encoders to evaluate.
         changes: config keys to change in all rows.
     """
@@ -100,6 +102,7 @@ class Ablation:
     evals: Sequence[str] = ()
     few: str = "25"
     video_size: int | None = None
+    options: Mapping[str, Any] | None = None
     checkpoints: Sequence[str] = ()
     changes: Mapping[str, Any] | None = None
 
@@ -115,7 +118,9 @@ class Ablation:
         data, skip = self.data or f"scenes:{SCENES}:{base.image_size}", base.data.skip
         key, count, workers = _images(data, skip, out)
         size, asks = base.image_size, table.asks
-        asked = questions(asks, data, size, self.evals, self.few, self.video_size, skip)
+        asked = questions(
+            asks, data, size, self.evals, self.few, self.video_size, skip, self.options
+        )
         runs, folders = out / "runs", dict[str, Path]()
         trials, problems = list[Trial](), list[str]()
         for row, seed in itertools.product(chosen, range(self.seeds)):
@@ -191,7 +196,8 @@ def describe(planned: Plan, jobs: int | None = None) -> str:
     known = [trial for trial in trials if trial.answers() is not None]
     left = sum(trial.updates - last_update(trial.path) for trial in trials)
     side = len(places(planned.base, jobs))
-    lines = [f"{planned.name}: {planned.table.about}", f"preset {planned.preset}, {planned.data}"]
+    lines = wrap(f"{planned.name}: {planned.table.about}", 80)
+    lines += [f"preset {planned.preset}, {planned.data}", *wrap(planned.table.note, 80)]
     lines += [
         f"  {t}: {t.updates:,} updates in {t.path.name}" if t.config else f"  {t}: {t.encoder}"
         for t in planned.trials

@@ -40,6 +40,7 @@ class Published:
     method: str
     arch: str
     numbers: Numbers
+    epochs: int | None = None  # of pretraining, if the paper gives them
 
     @property
     def name(self) -> str:
@@ -54,7 +55,8 @@ class Table:
     baseline: str = ""  # row that the others are compared with; by default the first
     asks: Asks = "few labels"
     note: str = ""
-    axis: str = ""  # meaning of `Row.x`
+    axes: Mapping[str, str] = field(default_factory=dict)  # meaning of `Row.x`, by `Row.line`
+    measures: tuple[str, ...] = ()  # of health, that it is about as much as about accuracy
     published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,14 +1,15 @@
 """``stopmim demo``, ``check``, ``pretrain`` and ``ablate``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from stopmim.base.console import busy, is_first_rank, say
 from stopmim.base.errors import DataError, RowsFailedError, UserError
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
+from stopmim.evals.protocols import Linear, Lowshot, Protocol
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,23 @@ class Pretrain:
             print(run.checkpoint)
 
 
+SET_BY_ABLATE = ("layers", "recipe", "per_class", "list")  # by the table, --eval and --few
+
+
+def _passed_on(*kinds: type[Protocol]) -> Any:
+    """The options of `kinds` that `ablate` takes and passes on: those it does not set itself."""
+    known = {f.name: f for kind in kinds for f in fields(kind)}  # type: ignore[arg-type]
+    hidden = [
+        (name, known[name].type, field(default=known[name].default, init=False))
+        for name in SET_BY_ABLATE
+    ]
+    body = {"__post_init__": lambda self: None}  # protocols check their own fields
+    return make_dataclass("Evaluation", hidden, bases=kinds, namespace=body, frozen=True)
+
+
+Evaluation: Any = _passed_on(Linear, Lowshot)
+
+
 @dataclass(frozen=True)
 class Ablate:
     """Train and evaluate the rows of a table, the paper's or your own, or resume.
@@ -125,6 +143,7 @@ class Ablate:
     """labelled images per class in low-shot protocols, or a file with their names"""
     video_size: Annotated[int | None, option("INT")] = None
     """shorter edge of the frames for tracking; default: as eval tracking"""
+    evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Annotated[tuple[str, ...], option("NAME=FILE ...")] = ()
     """other encoders to evaluate in the same table"""
     jobs: Annotated[int | None, option("INT")] = None
@@ -144,7 +163,12 @@ class Ablate:
         from stopmim.ablations.run import Ablation, ablate, describe
 
         names = ("data", "preset", "seeds", "rows", "few", "video_size", "out", "changes")
-        same = {name: getattr(self, name) for name in names}
+        same: dict[str, Any] = {name: getattr(self, name) for name in names}
+        same["options"] = {
+            f.name: value
+            for f in fields(self.evaluation)
+            if f.init and (value := getattr(self.evaluation, f.name)) != f.default
+        }
         wanted = Ablation(self.table, evals=self.eval, checkpoints=self.checkpoint, **same)
         planned = wanted.plan()
         if self.dry_run:

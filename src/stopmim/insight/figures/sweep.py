@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stopmim.insight.figures.pictures import COLOURS, INK, house_style, panels, style_plot
@@ -18,6 +20,7 @@ class Point(NamedTuple):
 
 class Panel(NamedTuple):
     title: str
+    axis: str  # meaning of x
     lines: Mapping[str, Sequence[Point]]
     level: float | None = None  # of the untrained network, drawn behind the lines
 
@@ -30,14 +33,25 @@ def along(points: Sequence[tuple[str, Point]]) -> dict[str, list[Point]]:
 
 
 @house_style()
-def figure(shown: Sequence[Panel], axis: str) -> Figure:
-    """Lines through the means over seeds, and a dot for every seed."""
+def figure(shown: Sequence[Panel]) -> Figure:
+    """Lines through the means over seeds, and a dot for every seed.
+
+    Panels of one title show one quantity, over different axes: at the same height.
+    """
     rows = math.ceil(len(shown) / COLUMNS)
     picture, grid = panels(rows, COLUMNS, (6.6, 2.4 * rows))
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
-    for i, (axes, panel) in enumerate(zip(grid.flat, shown, strict=False)):
-        for colour, (name, points) in zip(COLOURS, panel.lines.items(), strict=False):
+    colours = dict(
+        zip(dict.fromkeys(n for p in shown for n in p.lines), cycle(COLOURS), strict=False)
+    )
+    first, named = dict[str, Axes](), set[str]()
+    for axes, panel in zip(grid.flat, shown, strict=False):
+        if panel.title in first:
+            axes.sharey(first[panel.title])
+        first.setdefault(panel.title, axes)
+        for name, points in panel.lines.items():
+            colour = colours[name]
             points = sorted(points, key=lambda point: point.x)
             x = [point.x for point in points]
             mean = [math.fsum(p.values) / len(p.values) for p in points]
@@ -50,7 +64,8 @@ def figure(shown: Sequence[Panel], axis: str) -> Figure:
         if every and min(every) > 0:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
-        style_plot(axes, panel.title, axis)
-        if i == 0 and (len(panel.lines) > 1 or panel.level is not None):
+        style_plot(axes, panel.title, panel.axis)
+        if not named >= panel.lines.keys() and (len(colours) > 1 or panel.level is not None):
             axes.legend(frameon=False)
+            named |= panel.lines.keys()
     return picture
