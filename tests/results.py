@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopmim.ablations.lines import Line, lines, metrics, random_init
+from stopmim.ablations.record import outcome_of
 from stopmim.ablations.report import costs, differences, health, numbers
 from stopmim.ablations.table import Row, Table
-from stopmim.ablations.trial import Outcome, norms_and_rank
+from stopmim.ablations.trial import Outcome
 from stopmim.base.tables import markdown
 from stopmim.evals.results import over_seeds
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
@@ -42,7 +43,7 @@ class Study:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        return [outcome(one) for one in self.records]
+        return [outcome_of(one) for one in self.records]
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -51,15 +52,6 @@ class Study:
     @cached_property
     def before(self) -> dict[str, float]:
         return random_init(self.outcomes)
-
-
-def outcome(record: dict[str, Any]) -> Outcome:
-    """What the record was written from, except for rounding."""
-    names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
-    own = {name: record[name] for name in names}
-    if own["verdict"] == "healthy":  # the word of older versions
-        own["verdict"] = "not collapsed"
-    return Outcome(**own, **norms_and_rank(record["curve"]))
 
 
 def studies(root: Path = RESULTS) -> list[Study]:

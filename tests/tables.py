@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import results
+from stopmim.ablations.page import page as paper_page
 from stopmim.bench.growth import draw_growth
 from stopmim.bench.step import BATCH
 from stopmim.config.presets import IMAGENET, PRESETS
@@ -321,7 +322,15 @@ def names(name: str) -> list[str]:
     return [match[2] for match in _TABLE.finditer((ROOT / name).read_text())]
 
 
+PAPER = "docs/paper.md"  # which the command writes as a whole
+
+
+def paper() -> str:
+    return paper_page(results.RESULTS)
+
+
 if __name__ == "__main__":
+    (ROOT / PAPER).write_text(paper())
     for name in PAGES:
         (ROOT / name).write_text(page(name))
     for name, figure in {GROWTH_FIGURE: growth_figure(), **results.all_figures()}.items():

@@ -25,7 +25,7 @@ from stopmim.ablations import run as ablate
 from stopmim.ablations.lines import lines, metric
 from stopmim.ablations.paper import TABLES, find_table, listing
 from stopmim.ablations.questions import Question, questions
-from stopmim.ablations.record import write_records
+from stopmim.ablations.record import outcome_of, write_records
 from stopmim.ablations.report import as_markdown, figures, terminal, write_report
 from stopmim.ablations.run import identity
 from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
@@ -710,13 +710,13 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     assert list(records) == ["StoP-0.json", "learned-0.json", "sine-cosine-0.json"]
     failure = records["sine-cosine-0.json"]
     assert (failure["problem"], failure["curve"]) == (found.outcomes[0].problem, [])
-    assert results.outcome(failure) == found.outcomes[0]
+    assert outcome_of(failure) == found.outcomes[0]
     one, stop = records["StoP-0.json"], found.outcomes[2]
     assert Config.model_validate_json(json.dumps(one["config"])).positions.kind == "stochastic"
     assert one["data"] == Run(new).about["data"]
     assert one["environment"].keys() >= {"versions", "git", "device"}
     assert [row["step"] for row in one["curve"]] == [1, 2]
-    again = results.outcome(one)
+    again = outcome_of(one)
     assert (again.row, again.seed, again.updates) == ("StoP", 0, 2)
     assert again.norms == pytest.approx(stop.norms, rel=1e-3)
     assert (again.rank, stop.rank) == (None, None)  # health was not measured

@@ -6,15 +6,17 @@ A record has the whole config, so that the run can be repeated, but neither host
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial
+from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial, norms_and_rank
 from stopmim.base.errors import UserError
 from stopmim.base.files import write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
 from stopmim.runs.run import Run
 
 CURVE = ("step", "epoch", "lr", "images_per_s", *KEYS, "feature_rank")
+Record = dict[str, Any]
 ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
 
 
@@ -29,7 +31,7 @@ def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
             write_whole(folder / f"{name}.json", as_text(_record(planned, trial, outcome)))
 
 
-def _record(planned: Plan, trial: Trial, outcome: Outcome) -> dict[str, Any]:
+def _record(planned: Plan, trial: Trial, outcome: Outcome) -> Record:
     run = Run(trial.path)
     try:
         about = run.about
@@ -57,6 +59,22 @@ def _record(planned: Plan, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         "random_init": rounded(untrained, [*untrained]),
         "curve": [rounded(row, CURVE) for row in thinned(metrics, LINES)],
     }
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All records in TABLE/ and TABLE/records/ below `folder`; other JSON files are ignored."""
+    files = sorted([*folder.glob("*/*.json"), *folder.glob("*/records/*.json")])
+    trees = (json.loads(path.read_bytes()) for path in files)
+    return [tree for tree in trees if isinstance(tree, dict) and tree.keys() >= {"row", "curve"}]
+
+
+def outcome_of(record: Record) -> Outcome:
+    """What the record was written from, except for rounding."""
+    names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
+    own = {name: record[name] for name in names}
+    if own["verdict"] == "healthy":  # the word of older versions
+        own["verdict"] = "not collapsed"
+    return Outcome(**own, **norms_and_rank(record["curve"]))
 
 
 def as_text(tree: Mapping[str, Any]) -> str:

@@ -47,12 +47,12 @@ def numbers(found: Sequence[Line], before: Mapping[str, float]) -> list[Cells]:
     """Means over seeds; `before` are the metrics of the network before training."""
     rows = [
         {"row": line.name}
-        | {f"paper: {c}": _decimal(line.paper.get(c)) for c in _columns(found)}
-        | {name: _shown(line.estimate(name)) for name in metrics(found)}
+        | {f"paper: {c}": decimal(line.paper.get(c)) for c in _columns(found)}
+        | {name: with_interval(line.estimate(name)) for name in metrics(found)}
         for line in found
     ]
     if before:
-        last = {"row": "random init"} | {name: _decimal(value) for name, value in before.items()}
+        last = {"row": "random init"} | {name: decimal(value) for name, value in before.items()}
         rows.append(dict.fromkeys(rows[0], "") | last)
     return rows
 
@@ -64,8 +64,8 @@ def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
         if base is None or line is base:
             continue
         gains = {c: line.paper[c] - base.paper[c] for c in line.paper if c in base.paper}
-        cells = {f"paper: {c}": _decimal(gains.get(c), "+") for c in _columns(found)}
-        cells |= {name: _shown(line.against(base, name), "+") for name in metrics(found)}
+        cells = {f"paper: {c}": decimal(gains.get(c), "+") for c in _columns(found)}
+        cells |= {name: with_interval(line.against(base, name), "+") for name in metrics(found)}
         rows.append({"row": line.name} | cells)
     return rows
 
@@ -73,7 +73,10 @@ def differences(baseline: str, found: Sequence[Line]) -> list[Cells]:
 def health(found: Sequence[Line]) -> list[Cells]:
     return [
         {"row": line.name, "seeds": str(len(line.runs)), "verdict": line.verdict}
-        | {name: _shown(line.estimate(name), digits=digits) for name, digits in HEALTH.items()}
+        | {
+            name: with_interval(line.estimate(name), digits=digits)
+            for name, digits in HEALTH.items()
+        }
         for line in found
     ]
 
@@ -113,11 +116,11 @@ def _columns(found: Sequence[Line]) -> list[str]:
     return list(dict.fromkeys(column for line in found for column in line.paper))
 
 
-def _decimal(value: float | None, sign: str = "") -> str:
+def decimal(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.1f}"
 
 
-def _shown(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
+def with_interval(estimate: Estimate | None, sign: str = "", digits: int = 1) -> str:
     if estimate is None:
         return "-"
     half = "" if estimate.half is None else f" {PM} {estimate.half:.{digits}f}"
@@ -144,7 +147,7 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
         "As published": [
             {"method": p.method, "architecture": p.arch}
             | ({"epochs": str(p.epochs or "-")} if table.published[0].epochs else {})
-            | {column: _decimal(p.numbers.get(column)) for column in table.columns}
+            | {column: decimal(p.numbers.get(column)) for column in table.columns}
             for p in table.published
         ],
         "Cost": costs(found),

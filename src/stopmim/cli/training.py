@@ -130,6 +130,8 @@ class Ablate:
     """a name from --list, or a file with your own table: see docs/ablations.md"""
     list: bool = False
     """show the tables, or the rows of one, with the paper's numbers"""
+    page: Annotated[Path | None, option("RECORDS")] = None
+    """print a page with every row of the paper beside the records in this folder, as Markdown"""
     data: Annotated[str | None, option("DATA")] = None
     """images to pretrain on; default: scenes:4096 of the preset's size"""
     preset: PresetOrFile = "tiny_cpu_quick"
@@ -155,6 +157,13 @@ class Ablate:
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
+        if self.page is not None:
+            from stopmim.ablations.page import page
+
+            if self.table:
+                raise UserError(f"ablate {self.table}: --page is about all tables; name none")
+            print(page(self.page), end="")
+            return
         if self.list or not self.table:
             from stopmim.ablations.paper import listing
 
