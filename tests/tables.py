@@ -9,6 +9,7 @@ records in results/, by results.py, with its figures.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ import torch
 
 import results
 from stopmim.ablations.page import page as paper_page
+from stopmim.ablations.paper import TABLES
 from stopmim.bench.growth import draw_growth
 from stopmim.bench.step import BATCH
 from stopmim.config.presets import IMAGENET, PRESETS
@@ -294,9 +296,33 @@ def _feeding() -> str:
     return _table(*rows)
 
 
+# ------------------------------------------------------------------------------ the ablations
+
+
+def ablation_tables() -> dict[str, str]:
+    rows: list[list[object]] = [["in the paper", "command", "about", "rows"]]
+    for name, one in TABLES.items():
+        lines = Counter(row.line or row.name for row in one.rows)
+        shown = (line if n == 1 else f"{line} at {n} values" for line, n in lines.items())
+        rows.append([one.source, f"`ablate {name}`", one.about, ", ".join(shown)])
+    return {"tables": _table(*rows), "hours": _ablation_hours()}
+
+
+def _ablation_hours() -> str:
+    alike: dict[int, list[str]] = {}
+    for name, one in TABLES.items():
+        if not one.published:
+            alike.setdefault(len(one.rows), []).append(f"`{name}`")
+    each = PRESETS["ablation_b16_stop"].cost.hours
+    assert each is not None
+    rows: list[list[object]] = [["table, one seed", "runs", "hours"]]
+    return _table(*rows, *([", ".join(alike[n]), n, n * each] for n in sorted(alike)))
+
+
 # -------------------------------------------------------------------------------- the pages
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "docs/ablations.md": ablation_tables,
     "docs/configure.md": config_tables,
     "docs/scale.md": scale_tables,
     "docs/results.md": results.all_tables,

@@ -72,6 +72,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_folder(root / part, 40)
     shutil.copytree(ROOT / "examples", root / "examples")
     shutil.copytree(ROOT / "results", root / "results", ignore=shutil.ignore_patterns("*.json"))
+    record = Path("results", "claim", "StoP-0.25-0.json")
+    shutil.copy(ROOT / record, root / record)
     pixels, labels = np.zeros((1100, 8, 8, 3), np.uint8), np.arange(1100) % 100
     split = {"train_images": pixels, "train_labels": labels}
     np.savez(root / "tiny100.npz", val_images=pixels, val_labels=labels, **split)  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
 """What is left to run of the paper's tables, with the command for it and its cost."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stopmim.ablations.paper import TABLES
 from stopmim.ablations.recorded import PAPER_SIGMA, Recorded, Runs, Setting, rows_from
 from stopmim.ablations.table import Published, Row, Table
-from stopmim.config.presets import PRESETS
+from stopmim.config.presets import PRESETS, Preset
 from stopmim.config.schema import flatten, resolve
 
 PAPER_PRESET = "ablation_b16_stop"
@@ -25,16 +25,8 @@ class Scale:
 
     @classmethod
     def of(cls, runs: Runs) -> "Scale":
-        """The setting of the longest evaluated run of a preset whose time is known."""
-        found = [
-            run
-            for run in runs.values()
-            if run.config.positions.kind == "stochastic"
-            and run.is_plain
-            and run.records[0]["answers"]
-            and (preset := PRESETS.get(str(run.records[0]["preset"])))
-            and preset.cost.minutes
-        ]
+        """The setting of the longest evaluated run whose time is that of its preset."""
+        found = [run for run in runs.values() if run.records[0]["answers"] and _has_known_cost(run)]
         if not found:
             return cls(runs)
         best = min(found, key=lambda run: (-run.updates, run.config.positions.sigma != PAPER_SIGMA))
@@ -49,11 +41,7 @@ class Scale:
         """What the setting changes in its preset, and the data and labels that it uses."""
         if self.like is None:
             return ""
-        plain, ours = (
-            dict(flatten(config.model_dump(mode="json", exclude={"runtime", "seed"})))
-            for config in (resolve(PRESETS[self.preset]()), self.like.config)
-        )
-        changed = [f"--{key} {_word(x)}" for key, x in ours.items() if plain[key] != x]
+        changed = [f"--{key} {x}" for key, x in _changes(self.like, PRESETS[self.preset]).items()]
         told = " ".join(str(a.get("setting")) for r in self.like.records for a in r["answers"])
         few = re.search(r"\b(\d+)/class", told)
         data = [f"--data {self.like.source}", *([f"--few {few[1]}"] if few else [])]
@@ -111,9 +99,22 @@ class Left:
         return cls(rows, columns, needed, scale.command(name, needed, evals))
 
 
-def _word(value: object) -> str:
-    """A value of a config as one word of a command."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+def _changes(run: Recorded, preset: Preset) -> dict[str, Any]:
+    """Keys in which the config of a run differs from its preset."""
+    plain, ours = (
+        dict(flatten(config.model_dump(mode="json", exclude={"runtime", "seed"})))
+        for config in (resolve(preset()), run.config)
+    )
+    return {key: value for key, value in ours.items() if plain[key] != value}
+
+
+def _has_known_cost(run: Recorded) -> bool:
+    """Whether it is its preset with StoP, but for sigma, on as many images."""
+    preset = PRESETS.get(str(run.records[0]["preset"]))
+    if preset is None or not preset.cost.minutes or run.config.positions.kind != "stochastic":
+        return False
+    same = run.records[0]["data"].get("images") == preset.cost.images
+    return same and _changes(run, preset).keys() <= {"positions.sigma"}
 
 
 def _ours(table: Table, column: str) -> str:

@@ -208,8 +208,9 @@ def _on(answers: Sequence[Mapping[str, Any]]) -> list[str]:
 def settings(table: Table, runs: Runs) -> list[Setting]:
     """Settings that show the rows, each with a row that those before it lack.
 
-    Rows of an architecture that the paper has a line for count apart. Pairs come before single rows, presets of the package before others, long training before short,
-    and the paper's sigma before others.
+    Rows of an architecture that the paper has a line for count apart. Pairs come before single
+    rows, presets of the package before others, long training before short, and the paper's sigma
+    before others.
     """
     found = {
         frozenset((row, id(one)) for row, one in rows.items()): Setting(table, rows)
@@ -221,9 +222,10 @@ def settings(table: Table, runs: Runs) -> list[Setting]:
         others = one.preset not in PRESETS, -one.updates, one.sigma != PAPER_SIGMA
         return len(one.rows) < 2, *others
 
+    whole = [one for key, one in found.items() if not any(key < other for other in found)]
     published = {line.arch for line in table.published}
     shown, known = list[Setting](), set[tuple[str, str]]()
-    for one in sorted(found.values(), key=place):
+    for one in sorted(whole, key=place):
         own = {(one.arch if one.arch in published else "", row) for row in one.rows}
         if own - known:
             shown.append(one)

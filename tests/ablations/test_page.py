@@ -1,0 +1,192 @@
+"""The page of the paper beside ours: nothing left out, nothing made up, and runs in their rows."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tables
+from stopmim.ablations.page import PRETRAINING, PRINTED, ours, page
+from stopmim.ablations.paper import TABLES
+from stopmim.ablations.record import as_text
+from stopmim.ablations.recorded import Recorded, recorded, settings
+from stopmim.cli import main
+from stopmim.cli.run import parse
+from stopmim.config.presets import PRESETS
+from stopmim.config.schema import override, resolve
+
+TEXT = (tables.ROOT / tables.PAPER).read_text()
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M))
+QUICK = "tiny_cpu_quick"
+FIXED = {"positions.kind": "stochastic", "positions.covariance": "fixed"}
+SINE = {"positions": {"kind": "sincos"}}
+
+
+def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "--page", str(tables.ROOT / "results")]) == 0
+    assert capsys.readouterr().out == TEXT, "run `make tables`"
+
+
+def test_every_row_of_every_table_is_there_with_the_papers_numbers() -> None:
+    for name, table in TABLES.items():
+        lines = [line.strip("| ").split(" | ") for line in SECTIONS[name].splitlines()]
+        for one in table.published:
+            (line,) = (line for line in lines if line[:2] == [one.method, one.arch])
+            assert set(map(str, one.numbers.values())) <= set(line)
+        for row in table.rows:
+            found = [line for line in lines if line[0] == row.name]
+            assert found or table.asks == "finetune", (name, row.name)
+            for value in row.paper.values():
+                assert all(line[1].split()[0] == str(value) for line in found)
+
+
+def test_what_was_not_run_has_a_command_that_exists_and_a_cost() -> None:
+    for name, text in SECTIONS.items():
+        table = TABLES.get(name)
+        if table is None or not (said := re.search(r"^Not run: (.*?)\. `(.*?)` takes", text, re.M)):
+            continue
+        words = shlex.split(said[2])
+        assert words[:3] == ["stopmim", "ablate", name]
+        rows = re.search(r"--rows (.*?) --", said[2])
+        chosen = table.choose(tuple(rows[1].split()) if rows else ())
+        missing = [row.name for row in table.rows if f"| {row.name} | " not in text]
+        cells = re.findall(r"^\| ([^|]+) \|.*not run", text, re.M)
+        left = set(said[1].split(", ")) & {row.name for row in table.rows}
+        if not table.published:
+            assert left == set(cells)
+            assert not missing
+        assert left <= {row.name for row in chosen}
+        minutes = len(chosen) * 3 * (PRESETS["small_images"].cost.minutes or 0)
+        assert f"takes {minutes:.0f} GPU minutes of training" in text
+    command: Any = parse(shlex.split(said[2])[1:]) if said else None  # of the last table
+    assert command.changes == {"positions.sigma": 0.25}  # the setting it is to be compared in
+
+
+def test_hours_are_those_of_the_presets() -> None:
+    """Which are those of the benchmarks: test_tables.py."""
+    for arch in ("b16", "l16", "h14"):
+        minutes = 60 * (PRESETS[f"vit_{arch}_stop"].cost.hours or 0)
+        assert SECTIONS["tracking"].count(f"`vit_{arch}_stop`, {minutes:,} GPU minutes") == 1
+        assert SECTIONS["tracking"].count(f"`vit_{arch}_ijepa`, {minutes:,} GPU minutes") == 1
+
+
+def test_our_presets_are_tables_9_to_12_but_for_the_epochs_of_vit_h() -> None:
+    different = [
+        (key, number)
+        for key, values in PRINTED.items()
+        for value, (number, preset) in zip(values, PRETRAINING.items(), strict=True)
+        if ours(PRESETS[preset]())[key] != value
+    ]
+    assert different == [("epochs", 12)]
+
+
+# ------------------------------------------------------------------------------ runs in their rows
+
+
+def write(
+    root: Path, name: str, changes: dict[str, Any], *values: float | None, **more: Any
+) -> None:
+    """Records of a run with a telling name, one per seed; None: it failed."""
+    asked: dict[str, Any] = {"name": "accuracy", "protocol": "lowshot", "label": "class"}
+    asked |= {"test_data": "mine.npz (9 images)", "n": 9, "setting": "7/class"}
+    asked |= {"selection": "none", "unit": "percent"}
+    config = resolve(override(override(PRESETS[QUICK](), {"positions.sigma": 0.1}), changes))
+    (root / "table").mkdir(exist_ok=True)
+    for seed, value in enumerate(values):
+        own = override(config, {"seed": seed}).model_dump(mode="json")
+        tree = {
+            "row": name,
+            "seed": seed,
+            "run": name,
+            "preset": QUICK,
+            "config": own,
+            "data": {"source": "mine.npz", "images": 4096, "fingerprint": "abc"},
+            "updates": 20,
+            "seconds": 9.0,
+            "problem": "" if value is not None else "ran away",
+            "verdict": "not collapsed",
+            "answers": [] if value is None else [asked | {"value": value}],
+            "curve": [{"step": 20, "norm_A": 1.0, "norm_mask_token": 0.5}],
+        }
+        (root / "table" / f"{name}-{seed}.json").write_text(as_text(tree | more))
+
+
+def rows(root: Path, name: str) -> dict[str, str]:
+    """Rows of the first setting of a table, with what stands in the column of lowshot."""
+    (setting, *_) = settings(TABLES[name], recorded(root))
+    return {row.name: setting.cells(row)["lowshot"] for row in TABLES[name].rows}
+
+
+def test_a_run_is_found_by_its_config_whatever_it_is_called(tmp_path: Path) -> None:
+    write(tmp_path, "StoP", SINE, 40.0, 60.0)
+    write(tmp_path, "b", {}, 42.0, 64.0)
+    write(tmp_path, "c", FIXED, 99.0, 99.0)  # noise, but not StoP
+    write(tmp_path, "d", SINE, 1.0, 1.0, data={"source": "mine.npz", "fingerprint": "other"})
+    assert rows(tmp_path, "positions") == {
+        "sine-cosine": "50.0 \u00b1 127.1",
+        "learned": "not run",
+        "StoP": "53.0 \u00b1 139.8 (+3.0 \u00b1 12.7)",
+    }
+    write(tmp_path, "e", {"positions": {"kind": "learned"}}, None, None)
+    assert rows(tmp_path, "positions")["learned"] == "ran away"
+    assert "Not run: learned." not in page(tmp_path)
+    (found,) = settings(TABLES["positions"], recorded(tmp_path))
+    assert "preset `tiny_cpu_quick`, sigma 0.1, " in str(found)
+    assert "evaluated on mine.npz (9 images)" in str(found)
+
+
+def test_the_paper_has_architectures_that_count_apart_and_longer_runs_come_first(
+    tmp_path: Path,
+) -> None:
+    large = {"arch": "vit_b16", "image_size": 224, "masking.context_length": 0.3}
+    for changes, updates in (({}, 10), ({"optim.batch_size": 8}, 30), (large, 20)):
+        write(tmp_path, f"i{updates}", SINE | changes, 1.0, updates=updates)
+        write(tmp_path, f"s{updates}", changes, 2.0, updates=updates)
+    found = settings(TABLES["downstream"], recorded(tmp_path))
+    assert [(one.arch, one.updates) for one in found] == [("ViT-Micro/6", 30), ("ViT-B/16", 20)]
+    assert [one.updates for one in settings(TABLES["positions"], recorded(tmp_path))] == [30]
+    text = page(tmp_path)
+    assert re.search(r"^\| StoP \| ViT-B/16 \|.* below \|$", text, re.M)
+    assert re.search(r"^\| StoP \| ViT-L/16 \|.* not run: `vit_l16_stop`", text, re.M)
+    # Only the setting of the preset itself has a known cost.
+    command = f"ablate finetune --preset {QUICK} --positions.sigma 0.1 --data mine.npz --few 7"
+    assert f"`stopmim {command} --seeds 1` takes 3 CPU minutes of training" in text
+
+
+def test_other_images_are_transfer_and_checkpoints_stand_in_their_lines(tmp_path: Path) -> None:
+    write(tmp_path, "a", SINE, 40.0)
+    write(tmp_path, "b", {}, 50.0)
+    file = tmp_path / "table" / "b-0.json"
+    record = json.loads(file.read_text())
+    (asked,) = record["answers"]
+    other = asked | {"protocol": "linear best depth", "test_data": "x/cifar100.npz (9 images)"}
+    file.write_text(json.dumps(record | {"answers": [asked, other]}))
+    dino = asked | {"protocol": "linear last4", "value": 61.2}
+    given = record | {"row": "DINO ViT-B/16", "config": None, "answers": [dino]}
+    (tmp_path / "table" / "dino.json").write_text(json.dumps(given))
+    (found,) = settings(TABLES["transfer"], recorded(tmp_path))
+    assert (found.columns, found.rows) == (["linear best depth cifar100"], {"StoP"})
+    assert rows(tmp_path, "positions")["StoP"] == "50.0 (+10.0)"
+    assert re.search(r"^\| DINO \| ViT-B/16 \|.* linear last4 61.2 \|$", page(tmp_path), re.M)
+    left = re.search(r"^Not run: (.*?)\. `stopmim ablate transfer (.*?)`", page(tmp_path), re.M)
+    assert left
+    assert left[1] == "I-JEPA, Places205, iNat18, CLEVR/Count, CLEVR/Dist"
+    assert "--eval places205=DATA inat18=DATA" in left[2]
+
+
+def test_a_folder_without_records_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ablate", "--page", str(tmp_path)]) == 2
+    assert "no records here; name a folder with TABLE/ROW-SEED.json" in capsys.readouterr().err
+    assert main(["ablate", "tie", "--page", str(tmp_path)]) == 2
+    assert "--page is about all tables" in capsys.readouterr().err
+
+
+def test_a_preset_is_what_rows_start_from() -> None:
+    plain, fixed = (resolve(override(PRESETS[QUICK](), changes)) for changes in ({}, FIXED))
+    assert Recorded(plain, []).is_plain
+    assert not Recorded(fixed, []).is_plain
