@@ -24,7 +24,7 @@ HEAD = """\
 Every row of every table of the paper, and of what it only draws or states, beside our runs. `make
 tables` writes this page with `stopmim ablate --page results`. The paper's numbers come from
 `src/stopmim/ablations/paper.yaml`, ours from the [records](../results/README.md), and costs from
-the presets. Nothing is typed by hand, and a test fails if the page is out of date.
+the presets. No number of ours is typed by hand, and a test fails if the page is out of date.
 
 Our runs are small: other networks, other images and fewer updates than the paper's. Compare
 differences between rows, not numbers. Ours are percentages as means over seeds with 95 % intervals
