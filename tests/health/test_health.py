@@ -227,6 +227,28 @@ def test_noise_to_signal_is_the_power_of_the_draws(model: MaskedImageModel) -> N
     assert health.noise_to_signal(certain) == 0.0
 
 
+@torch.no_grad()
+def test_in_released_mode_the_bias_of_a_plays_the_part_of_the_mask_token() -> None:
+    model = build(configure(tiny(compat="released", image_size=48)))
+    predictor, index = model.predictor, torch.arange(144).expand(100, 1, 144)
+    predictor.predictor_embed.bias.normal_(generator=seeded())
+    predictor.positions.mask_token.fill_(100.0)  # no token sees it
+    assert health.norms(model)["norm_mask_token"] == float(predictor.predictor_embed.bias.norm())
+    noise = predictor.draw(index[:, 0], index, seeded()).masked
+    assert noise is not None
+    still, moved = (
+        predictor.positions(index, predictor.noise_layer, noise=n) for n in (0 * noise, noise)
+    )
+    power, signal = ((x.square().sum(-1).mean()) for x in (moved - still, still))
+    assert health.noise_to_signal(model) == pytest.approx(float(power / signal), rel=0.05)
+
+
+def test_the_released_code_without_stop_adds_nothing_to_a_position() -> None:
+    certain = {"kind": "sincos", "sigma": None}
+    model = build(configure(tiny(compat="released", image_size=48, positions=certain)))
+    assert health.norms(model)["norm_mask_token"] == 0.0
+
+
 def test_a_measurement_leaves_the_model_and_all_generators_alone(model: MaskedImageModel) -> None:
     before = {name: x.clone() for name, x in model.state_dict().items()}
     state = torch.get_rng_state()

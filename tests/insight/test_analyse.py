@@ -135,8 +135,47 @@ def test_sigma_against_norms_has_the_last_norms_of_every_run(run: Run, certain: 
     assert over.axes[0].get_xlabel() == "step"
 
 
+def altered(run: Run, out: Path, changes: dict[str, object]) -> Run:
+    """A copy of `run` whose config says something else."""
+    copy = Run(shutil.copytree(run.path, out))
+    about = run.about
+    about["config"] = override(run.config, changes).model_dump(mode="json")
+    (copy.path / "run.json").write_text(json.dumps(about))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"positions": {"kind": "jitter", "sigma": 1.0}}, {"positions": {"covariance": "fixed"}}],
+    ids=["jitter", "fixed"],
+)
+def test_sigma_of_another_meaning_is_not_on_the_same_axis(
+    run: Run, certain: Run, tmp_path: Path, other: dict[str, object]
+) -> None:
+    picture = curves.norms([altered(run, tmp_path / "other", other), certain])
+    assert picture.axes[0].get_xlabel() == "step"
+
+
+def test_the_norm_of_a_released_run_is_called_that_of_the_bias(run: Run, tmp_path: Path) -> None:
+    released = altered(run, tmp_path / "released", {"compat": "released", "image_size": 48})
+    titles = [axes.get_title() for axes in curves.norms([run, released]).axes]
+    assert titles == ["norm of A", "norm of the mask token (released: bias of A)"]
+
+
+def test_the_curves_of_collapse_say_what_their_matrix_carries(
+    run: Run, certain: Run, tmp_path: Path
+) -> None:
+    free = altered(run, tmp_path / "free", {"positions.covariance": "untied"})
+    axes = theory.collapse([run, certain, free]).axes[1]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "noisy: A carries context and noise\nStoP, sigma 0.25 (a variance), tied covariance",
+        "certain: A carries context only\nsine-cosine positions",
+        "free: A carries noise only\nStoP, sigma 0.25 (a variance), untied covariance",
+    ]
+
+
 def test_a_free_matrix_shrinks_and_a_tied_one_does_not() -> None:
-    tied, free = (theory.toy(tied=tied, steps=400) for tied in (True, False))
+    tied, free = (theory.toy(tied=tied) for tied in (True, False))
     assert tied[-1] > 0.5
     assert free[-1] < 0.1
     assert free[0] == tied[0] == 1

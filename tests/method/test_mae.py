@@ -131,7 +131,7 @@ def test_a_decoder_of_published_width_needs_no_heads(tmp_path: Path) -> None:
     about = identify(tmp_path / "checkpoint-3.pth")
     assert (about.project, about.epoch) == ("MAE, with its decoder", 3)
     assert about.model is not None
-    assert "MAE, certain positions" in str(about)
+    assert "MAE, sine-cosine positions" in str(about)
 
 
 def changed(**changes: Any) -> dict[str, Tensor]:

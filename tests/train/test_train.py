@@ -220,6 +220,9 @@ def test_the_released_mode_trains(tmp_path: Path) -> None:
     start, end = build(run.config).predictor, run.model().predictor
     assert torch.equal(start.positions.mask_token, end.positions.mask_token)  # unused, so frozen
     assert not torch.equal(start.predictor_embed.bias, end.predictor_embed.bias)
+    logged = [line["norm_mask_token"] for line in run.metrics]  # of the bias, which replaces it
+    assert logged[-1] == float(end.predictor_embed.bias.detach().norm())
+    assert len(set(logged)) == 3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -182,16 +182,27 @@ def _predictions(predicted: Tensor, target: Tensor) -> dict[str, float]:
     }
 
 
+def norms(model: MaskedImageModel) -> dict[str, float]:
+    """Norms of A and of m~, which the paper follows, for a line of metrics.jsonl.
+
+    The released code has the bias of A in place of m~, and nothing if StoP is off: 0.
+    """
+    a, shared = model.predictor.noise_layer.weight.detach(), model.predictor.shared
+    bias = 0.0 if shared is None else float(whole(shared.detach()).norm())
+    return {"norm_A": float(whole(a).norm()), "norm_mask_token": bias}
+
+
 @torch.no_grad()
 def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> float:
     """Power of the noise of masked tokens over that of psi + m~; 0 without uncertainty.
 
-    `context` are features (n, C, D) of context tokens, for noise that is made from them.
+    The bias of A replaces m~ where the released code has that. `context` are features (n, C, D) of
+    context tokens, for noise that is made from them.
     """
     predictor, positions = model.predictor, model.predictor.positions
     if not predictor.noisy_masked:
         return 0.0
-    bias = whole(positions.mask_token) if positions.bias == "mask_token" else 0.0
+    bias = 0.0 if predictor.shared is None else whole(predictor.shared)
     signal = (whole(positions.table) + bias).square().sum(-1).mean()
     return float(positions.power(whole(predictor.noise_layer.weight), context) / signal)
 

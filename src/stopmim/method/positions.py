@@ -88,6 +88,7 @@ class Positions(nn.Module):
     conditioned = False  # whether the noise is made from context tokens
     untied = False  # whether the noise has a projection of its own instead of the context's A
     noise_in_evaluation = False  # as the released code; ours draws in training only
+    carried = "context only"  # by the matrix A that `power` takes
 
     def __init__(
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
@@ -176,6 +177,13 @@ class Positions(nn.Module):
         """
         return None
 
+    def shared(self, project: nn.Linear | None) -> Tensor | None:
+        """What all masked tokens share: m~, (1, 1, P); None if nothing, as in the released code.
+
+        `project` is A where masked tokens have noise, None where they have not.
+        """
+        return self.mask_token if self.bias == "mask_token" else None
+
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         """Mean squared length that noise adds to a position, for the current A (P, D)."""
         return self.table.new_zeros(())
@@ -192,7 +200,7 @@ class Positions(nn.Module):
 
     def describe(self) -> str:
         """A phrase for people."""
-        return "learned positions" if self.base == "learned" else "certain positions"
+        return "learned positions" if self.base == "learned" else "sine-cosine positions"
 
     def tag(self) -> dict[str, Any]:
         """Facts that weights alone do not tell, for exported files; read by `build.from_tag`."""
@@ -252,6 +260,8 @@ class StochasticPositions(Positions):
         self.sigma, self.share, self.ramp, self.final_sigma = sigma, share, ramp, sigma
         self.conditioned, self.untied = covariance == "conditioned", covariance == "untied"
         self.noise_in_evaluation = bias == "project"
+        if self.covariance != "fixed":
+            self.carried = "noise only" if self.untied else "context and noise"
 
     def draw(
         self,
@@ -282,6 +292,11 @@ class StochasticPositions(Positions):
             chance = torch.rand(index.shape, generator=generator, device=index.device)  # per token
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)
         return noise
+
+    def shared(self, project: nn.Linear | None) -> Tensor | None:
+        if self.bias == "mask_token" or project is None or self.covariance == "fixed":
+            return super().shared(project)
+        return project.bias  # (P,): in the released code it comes with the noise, in place of m~
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         if self.covariance == "fixed":

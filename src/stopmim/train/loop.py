@@ -34,9 +34,8 @@ from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images, source_of
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
-from stopmim.gpu.sharding import whole
 from stopmim.health.doctor import Watch
-from stopmim.health.measure import Health, due_every
+from stopmim.health.measure import Health, due_every, norms
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -169,7 +168,7 @@ def train(
                 # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
                 seen = {name: float(value) for name, value in values.items()}
                 line |= {name: value for name, value in seen.items() if math.isfinite(value)}
-                line |= _norms(run.model) | clock.read(step, config.optim.batch_size)
+                line |= norms(run.model) | clock.read(step, config.optim.batch_size)
                 line |= _peak_memory(device)
                 line |= run.health.measure(run.model) if run.health and examine else {}
                 line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
@@ -339,12 +338,3 @@ def _peak_memory(device: torch.device) -> dict[str, float]:
         return {}
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return dict(zip(("memory_mib", "memory_held_mib"), (n / 2**20 for n in peaks), strict=True))
-
-
-def _norms(model: MaskedImageModel) -> dict[str, float]:
-    """Norms of A and m~, which the paper follows."""
-    predictor = model.predictor
-    return {
-        "norm_A": float(whole(predictor.noise_layer.weight.detach()).norm()),
-        "norm_mask_token": float(whole(predictor.positions.mask_token.detach()).norm()),
-    }

@@ -97,14 +97,21 @@ def norms(runs: Sequence[Run]) -> Figure:
 
     With sigma the paper sees A shrink and the mask token grow.
     """
-    sigmas = [run.config.positions.sigma or 0.0 for run in runs]  # 0: certain positions
+    configs = [run.config for run in runs]
+    sigmas = [config.positions.sigma or 0.0 for config in configs]  # 0: certain positions
+    # A fixed covariance has its sigma behind A, and jitter in patches: neither is on this axis.
+    elsewhere = [c.positions.kind == "jitter" or c.positions.covariance == "fixed" for c in configs]
+    over_sigma = len(set(sigmas)) > 1 and not any(elsewhere)
+    released = any(config.compat == "released" for config in configs)
     picture, grid = panels(1, 2, (6.4, 2.5))
     for axes, (key, label) in zip(grid[0], NORMS.items(), strict=True):
+        if key == "norm_mask_token" and released:
+            label += " (released: bias of A)"
         found = [curve(run.metrics, key) for run in runs]
         for run, c in zip(runs, found, strict=True):
             if not len(c.step):
                 raise UserError(f"{run.path}: metrics.jsonl has no norms of A and the mask token")
-        if len(set(sigmas)) > 1:
+        if over_sigma:
             last = sorted(zip(sigmas, (c.mean[-1] for c in found), strict=True), key=itemgetter(0))
             axes.plot(
                 *zip(*last, strict=True), color=SERIES[0], marker="o", linewidth=1.6, clip_on=False

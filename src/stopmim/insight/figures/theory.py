@@ -9,6 +9,7 @@ The best prediction E[Y | R = r] is the mean of E[Y | X = x] over all x that r m
 convolution with a Gaussian, if all positions are equally likely.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from stopmim.config.schema import resolve
 from stopmim.insight.figures import curves
-from stopmim.insight.figures.pictures import COLOURS, INK, SERIES, house_style, panels, style_plot
+from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style, panels, style_plot
 from stopmim.method.build import build_positions
 from stopmim.method.positions import StochasticPositions
 from stopmim.runs.run import Run
@@ -33,6 +34,7 @@ CLEAN = np.where(PLACES < LENGTH / 2, np.sin(3 * PLACES), EDGE)
 VARIANCES = {0.05: (SERIES[0], "-"), 0.25: (SERIES[1], "-"), 1.0: ("#009e73", "--")}
 
 
+@functools.cache
 def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
     """Norm of A (steps,), relative to its start, in gradient descent on the expected loss."""
     g = torch.Generator().manual_seed(seed)
@@ -79,14 +81,15 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
 
 @house_style()
 def collapse(runs: Sequence[Run]) -> Figure:
-    """The toy task on the left; the matrix with the noise of runs, if any, on the right."""
+    """The toy task on the left; the matrix A of runs, if any, and what it carries on the right."""
     columns = 2 if runs else 1
     picture, (grid,) = panels(1, columns, (3.3 * columns, 2.5))
     for colour, name, tied in zip(SERIES, ("tied, A = B", "free A"), (True, False), strict=True):
         grid[0].plot(toy(tied=tied), color=colour, linewidth=1.8, label=name)
-    for colour, run in zip(COLOURS, runs, strict=False):
+    for colour, run in zip(BLOCKS, runs, strict=False):  # other colours than on the left
         c = curves.curve(run.metrics, "norm_A")
-        name = f"{run.path.resolve().name}\n{build_positions(resolve(run.config)).describe()}"
+        positions = build_positions(resolve(run.config))
+        name = f"{run.path.resolve().name}: A carries {positions.carried}\n{positions.describe()}"
         relative = c.mean / (c.mean[0] if len(c.mean) else 1.0)
         grid[1].plot(c.step, relative, color=colour, linewidth=1.8, label=name)
     titles = ("the proposition's regression task", "norm of A in training")
