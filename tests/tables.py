@@ -3,7 +3,7 @@
 Tables, and numbers within a sentence, stand in the pages between two comments; ``make tables``
 writes them there anew, and test_tables.py fails if one is stale. What a run costs comes from the
 newest files in benchmarks/, so that a new measurement changes the page; what was found from the
-records in results/, by results.py, with its figures.
+records in results/, by results.py, with its figures; where masks lie is drawn by placement.py.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import placement
 import results
 from stopmim.ablations.page import page as paper_page
 from stopmim.ablations.paper import TABLES
@@ -325,6 +326,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/ablations.md": ablation_tables,
     "docs/configure.md": config_tables,
     "docs/scale.md": scale_tables,
+    "docs/faithfulness.md": placement.tables,
     "docs/results.md": results.all_tables,
     "README.md": results.all_tables,
 }

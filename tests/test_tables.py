@@ -24,7 +24,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("page", tables.PAGES)
+SLOW = {"docs/faithfulness.md"}  # a minute of drawing masks
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in tables.PAGES],
+)
 def test_the_tables_of_a_page_are_not_stale(page: str) -> None:
     if tables.PAGES[page] is not results.all_tables:  # of which a page may show some
         assert set(tables.names(page)) == set(tables.PAGES[page]())

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import placement
 from helpers import golden, golden_about, seeded
 from stopmim.method import masks as masking
+from stopmim.method.build import build_sampler, configure
 from stopmim.method.masks import (
     Block,
     Masks,
@@ -199,6 +201,26 @@ def test_the_four_targets_are_alike_and_placed_independently() -> None:
         # first placement that leaves enough to see, which favours overlap a little.
         together = (middle[a] * middle[b]).mean() - middle[a].mean() * middle[b].mean()
         assert abs(float(together)) < 0.02
+
+
+def test_targets_are_placed_uniformly_up_to_what_the_choice_of_a_placement_favours() -> None:
+    """More exactly in docs/faithfulness.md."""
+    usual = MultiBlock(8)
+    low, high = placement.places(usual, 10_000)  # of the largest targets with the least to see
+    assert -0.12 < low < -0.02
+    assert 0.05 < high < 0.2
+    low, high = placement.patches(usual, 6_000)
+    assert -0.05 < low < high < 0.05
+    # Of the released sampler half of the places of two mirrored corners never occur.
+    assert placement.places(ReleasedMultiBlock(14), 2_000).low < -0.4
+
+
+def test_the_small_presets_never_refuse_a_placement() -> None:
+    for preset in ("tiny_cpu", "photos_cpu"):
+        sampler = build_sampler(configure(preset))
+        assert isinstance(sampler, MultiBlock)
+        assert placement.is_uniform(sampler)
+    assert not placement.is_uniform(MultiBlock(8))
 
 
 # ------------------------------------------------------------------------------ shapes

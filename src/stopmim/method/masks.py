@@ -155,7 +155,8 @@ class MultiBlock(MaskSampler):
     def draw(self, batch: int, generator: torch.Generator, sizes: Sizes | None = None) -> Masks:
         """Takes the first of CANDIDATES placements that leaves enough patches to see.
 
-        All are drawn at once: nothing loops and nothing waits for the device.
+        All are drawn at once: nothing loops and nothing waits for the device. The choice favours
+        targets that overlap: docs/faithfulness.md has how far their places are from uniform.
         """
         sizes = self._fitting(sizes or self.draw_sizes(generator))
         side, length, device = self.side, self.length, generator.device
