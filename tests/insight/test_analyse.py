@@ -117,6 +117,17 @@ def test_heat_is_the_softmax_of_the_cosine_with_every_target(subject: Subject) -
     np.testing.assert_allclose(prediction.heat(want.numpy()), hot / hot.max(), atol=1e-5)
 
 
+def test_heat_nearby_is_that_of_the_hidden_patch_and_its_eight_neighbours() -> None:
+    image, corner, middle = np.zeros((24, 24, 3), np.uint8), 0, 14  # of a grid of 6x6
+    view = Preview(image, np.array([35]), np.array([[corner, middle]]), side=6)
+    even = np.zeros((1, 2, 36))
+    assert prediction.heat_nearby(even, [view]) == pytest.approx((4 + 9) / 2 / 36)
+    sharp = np.full((1, 2, 36), -9.0)
+    sharp[0, 0, 7] = 0.0  # beside the corner, across
+    sharp[0, 1, [15, 16]] = 0.0  # beside the middle, and one further
+    assert prediction.heat_nearby(sharp, [view]) == pytest.approx((1 + 0.5) / 2)
+
+
 def test_a_feature_that_is_only_in_one_place_is_hottest_there() -> None:
     cosine = np.zeros(36)
     cosine[7] = 0.9
@@ -166,8 +177,9 @@ def test_the_curves_of_collapse_say_what_their_matrix_carries(
     run: Run, certain: Run, tmp_path: Path
 ) -> None:
     free = altered(run, tmp_path / "free", {"positions.covariance": "untied"})
-    axes = theory.collapse([run, certain, free]).axes[1]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+    legend = theory.collapse([run, certain, free]).axes[1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
         "noisy: A carries context and noise\nStoP, sigma 0.25 (a variance), tied covariance",
         "certain: A carries context only\nsine-cosine positions",
         "free: A carries noise only\nStoP, sigma 0.25 (a variance), untied covariance",

@@ -24,6 +24,7 @@ from stopmim.data.loading import read_crops
 from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
 from stopmim.method.model import MaskedImageModel
+from stopmim.method.predictor import Predictor
 
 Forward = Callable[[MaskedImageModel, Tensor], Tensor]  # of normalised images (n, 3, S, S)
 
@@ -187,9 +188,14 @@ def norms(model: MaskedImageModel) -> dict[str, float]:
 
     The released code has the bias of A in place of m~, and nothing if StoP is off: 0.
     """
-    a, shared = model.predictor.noise_layer.weight.detach(), model.predictor.shared
-    bias = 0.0 if shared is None else float(whole(shared.detach()).norm())
-    return {"norm_A": float(whole(a).norm()), "norm_mask_token": bias}
+    a = whole(model.predictor.noise_layer.weight.detach())
+    return {"norm_A": float(a.norm()), "norm_mask_token": float(_shared(model.predictor).norm())}
+
+
+def _shared(predictor: Predictor) -> Tensor:
+    """What all masked tokens share, whole; 0 if nothing."""
+    bias = predictor.positions.shared(predictor.noise_layer if predictor.noisy_masked else None)
+    return torch.zeros(()) if bias is None else whole(bias.detach())
 
 
 @torch.no_grad()
@@ -202,8 +208,7 @@ def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> f
     predictor, positions = model.predictor, model.predictor.positions
     if not predictor.noisy_masked:
         return 0.0
-    bias = 0.0 if predictor.shared is None else whole(predictor.shared)
-    signal = (whole(positions.table) + bias).square().sum(-1).mean()
+    signal = (whole(positions.table) + _shared(predictor)).square().sum(-1).mean()
     return float(positions.power(whole(predictor.noise_layer.weight), context) / signal)
 
 

@@ -77,9 +77,12 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
             model, seed, context = runs[0].model(), runs[0].config.seed, None
             if model.predictor.positions.conditioned:
                 context = similarity.seen(load(runs[:1], images, 1)[0])
-            return similarity.figure(similarity.of_model(model, seed, context=context))
+            found = similarity.of_model(model, seed, context=context)
+            picture = similarity.figure(found)
+            picture.supxlabel(found.caption, size=8.5)
+            return picture
         case "prediction":
-            return prediction.heat_maps(load(runs, images, IMAGES))
+            return prediction.heat_maps(load(runs, images, 4 * IMAGES))
         case "collapse":
             return theory.collapse(runs)
         case "smoothing":

@@ -88,7 +88,6 @@ class Positions(nn.Module):
     conditioned = False  # whether the noise is made from context tokens
     untied = False  # whether the noise has a projection of its own instead of the context's A
     noise_in_evaluation = False  # as the released code; ours draws in training only
-    carried = "context only"  # by the matrix A that `power` takes
 
     def __init__(
         self, side: int, width: int, *, base: Base = "sincos", bias: Bias = "mask_token"
@@ -178,10 +177,7 @@ class Positions(nn.Module):
         return None
 
     def shared(self, project: nn.Linear | None) -> Tensor | None:
-        """What all masked tokens share: m~, (1, 1, P); None if nothing, as in the released code.
-
-        `project` is A where masked tokens have noise, None where they have not.
-        """
+        """What masked tokens with the noise of `project` share: m~, (1, 1, P); None if nothing."""
         return self.mask_token if self.bias == "mask_token" else None
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
@@ -260,8 +256,6 @@ class StochasticPositions(Positions):
         self.sigma, self.share, self.ramp, self.final_sigma = sigma, share, ramp, sigma
         self.conditioned, self.untied = covariance == "conditioned", covariance == "untied"
         self.noise_in_evaluation = bias == "project"
-        if self.covariance != "fixed":
-            self.carried = "noise only" if self.untied else "context and noise"
 
     def draw(
         self,
@@ -294,9 +288,9 @@ class StochasticPositions(Positions):
         return noise
 
     def shared(self, project: nn.Linear | None) -> Tensor | None:
-        if self.bias == "mask_token" or project is None or self.covariance == "fixed":
-            return super().shared(project)
-        return project.bias  # (P,): in the released code it comes with the noise, in place of m~
+        if self.bias == "project" and self.covariance != "fixed" and project is not None:
+            return project.bias  # (P,): in the released code it comes with the noise
+        return super().shared(project)
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
         if self.covariance == "fixed":

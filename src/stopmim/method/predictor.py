@@ -79,11 +79,6 @@ class Predictor(nn.Module):
         """The A of ``A n_j``. This line is the tie ``A = B`` of the paper."""
         return self.predictor_embed if self.noise_embed is None else self.noise_embed
 
-    @property
-    def shared(self) -> Tensor | None:
-        """What all masked tokens share: m~, or the bias of A where the released code has that."""
-        return self.positions.shared(self.noise_layer if self.noisy_masked else None)
-
     def draw(
         self,
         context_index: Tensor,

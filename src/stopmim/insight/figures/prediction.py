@@ -45,6 +45,24 @@ def heat(cosine: np.ndarray) -> np.ndarray:
     return hot / hot.max(axis=-1, keepdims=True)
 
 
+def near(patches: np.ndarray, side: int) -> np.ndarray:
+    """Whether a patch of the grid is one of `patches` (H,) or beside it, corners count: (H, N)."""
+    row, col = np.divmod(np.arange(side * side), side)
+    rows, cols = np.divmod(patches[:, None], side)
+    return np.maximum(np.abs(row - rows), np.abs(col - cols)) <= 1
+
+
+def heat_nearby(cosines: np.ndarray, views: Sequence[Preview]) -> float:
+    """Share of the softmax at the hidden patch and beside it, over all hidden patches of `views`.
+
+    `cosines` are those of `predict`, (n, M * K, N). Equal ones give the share of these patches.
+    """
+    hot = heat(cosines)
+    hot /= hot.sum(axis=-1, keepdims=True)
+    beside = np.stack([near(view.targets.ravel(), view.side) for view in views])  # (n, M * K, N)
+    return float((hot * beside).sum(axis=-1).mean())
+
+
 def central(patches: np.ndarray, side: int) -> int:
     """The row of the hidden patch nearest to the centre of all: an example for a figure."""
     places = np.stack(np.divmod(patches, side), axis=1).astype(float)
@@ -53,7 +71,10 @@ def central(patches: np.ndarray, side: int) -> int:
 
 @house_style()
 def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
-    """One row per image: the visible part, then the heat map of one hidden patch for every run."""
+    """One row per image: the visible part, then the heat map of one hidden patch for every run.
+
+    Above a column, the share of the heat near the place asked for, over all images of the subjects.
+    """
     views, columns = subjects[0].views, len(subjects) + 1
     cosines = [predict(subject.model, views) for subject in subjects]
     rows = min(rows, len(views))
@@ -69,9 +90,13 @@ def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
             shown = axes.imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
         for axes in grid[r]:
             pictures.mark_patch(axes, int(patches[row]), side)
-    titles = ["seen; hidden patch", *(subject.name for subject in subjects)]
+    chance = heat_nearby(np.zeros_like(cosines[0]), views)
+    titles = [f"seen; hidden patch\n{100 * chance:.0f} % of the patches"]
+    for subject, cosine in zip(subjects, cosines, strict=True):
+        titles.append(f"{subject.name}\n{100 * heat_nearby(cosine, views):.0f} % of the heat")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
+    picture.supxlabel("percent: within one patch of the hidden one", size=8.5)
     bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)

@@ -35,6 +35,12 @@ class Similarity(NamedTuple):
         """Whether hardly any draw could be taken for another position."""
         return bool(self.found.mean() >= OFF)
 
+    @property
+    def caption(self) -> str:
+        """The strength of the noise in words."""
+        noise = f"noise of {100 * self.strength:.0f} % of the length of a position"
+        return f"{noise}, {100 * self.found.mean():.0f} % of draws nearest to their own"
+
 
 def default_queries(side: int) -> Tensor:
     """Three patches (Q,): near a corner, at the centre, near an edge."""

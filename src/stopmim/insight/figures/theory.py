@@ -22,7 +22,7 @@ from stopmim.config.schema import resolve
 from stopmim.insight.figures import curves
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style, panels, style_plot
 from stopmim.method.build import build_positions
-from stopmim.method.positions import StochasticPositions
+from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.runs.run import Run
 
 SIGMA, SIDE, WIDTH, ENCODER, IMAGES = 0.25, 3, 4, 2, 6
@@ -79,6 +79,13 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
     return np.array(norms) / norms[0]
 
 
+def _carried(positions: Positions) -> str:
+    """What passes through the matrix whose norm is logged, in words."""
+    if isinstance(positions, StochasticPositions) and positions.covariance != "fixed":
+        return "noise only" if positions.untied else "context and noise"
+    return "context only"
+
+
 @house_style()
 def collapse(runs: Sequence[Run]) -> Figure:
     """The toy task on the left; the matrix A of runs, if any, and what it carries on the right."""
@@ -89,7 +96,7 @@ def collapse(runs: Sequence[Run]) -> Figure:
     for colour, run in zip(BLOCKS, runs, strict=False):  # other colours than on the left
         c = curves.curve(run.metrics, "norm_A")
         positions = build_positions(resolve(run.config))
-        name = f"{run.path.resolve().name}: A carries {positions.carried}\n{positions.describe()}"
+        name = f"{run.path.resolve().name}: A carries {_carried(positions)}\n{positions.describe()}"
         relative = c.mean / (c.mean[0] if len(c.mean) else 1.0)
         grid[1].plot(c.step, relative, color=colour, linewidth=1.8, label=name)
     titles = ("the proposition's regression task", "norm of A in training")
