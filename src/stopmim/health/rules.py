@@ -50,7 +50,7 @@ class Signs(NamedTuple):
     @property
     def gained(self) -> bool:
         """Whether it has learned, and the crops of an image match better than before training."""
-        return self.learned and self.now["neighbours"] > self.start["neighbours"]
+        return self.learned and self.now.get("neighbours", 0) > self.start.get("neighbours", 1)
 
 
 class Finding(NamedTuple):
