@@ -34,8 +34,9 @@ health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
 train.draws train.cost train.plan train.advice train.progress train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
-evals.views evals.features evals.adapter evals.recipes evals.feature_files evals.heads evals.request
-evals.propagation evals.tracking evals.inputs evals.linear evals.finetune evals.protocols.protocol
+evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
+evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune
+evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table

@@ -9,7 +9,7 @@ Any object that satisfies `Images` works everywhere. It may also have
     label_hint  str: what to do where labels are missing
     in_process  bool: reading is so cheap that worker processes only slow it down
 
-and satisfy `Chunked`, `InMemory` or `FileBacked`.
+and satisfy `Chunked`, `InMemory`, `Together` or `FileBacked`.
 """
 
 import hashlib
@@ -53,6 +53,14 @@ class InMemory(Images, Protocol):
 
 
 @runtime_checkable
+class Together(Images, Protocol):
+    """Images that may be read many at a time."""
+
+    def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
+        """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if that is not possible."""
+
+
+@runtime_checkable
 class FileBacked(Images, Protocol):
     """Images read from files that may be overwritten by others of the same name and size.
 
@@ -61,6 +69,11 @@ class FileBacked(Images, Protocol):
 
     def stamp(self) -> str:
         """Changes whenever one of the files is rewritten."""
+
+
+def read_together(images: Images, numbers: np.ndarray) -> np.ndarray | None:
+    """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if read one by one."""
+    return images.read_together(numbers) if isinstance(images, Together) else None
 
 
 def stamp(images: Images) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Chunked, Images, stamp
+from stopmim.data.images import Chunked, Images, read_together, stamp
 
 
 class Subset:
@@ -30,6 +30,9 @@ class Subset:
 
     def read(self, i: int) -> np.ndarray:
         return self.images.read(int(self.kept[i]))
+
+    def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
+        return read_together(self.images, self.kept[numbers])
 
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))

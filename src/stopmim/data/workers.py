@@ -70,11 +70,18 @@ def default_workers(images: Images) -> int:
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
-    A worker may take `timeout` seconds for one image; 0 for no limit.
+    A worker may take `timeout` seconds for one image; 0 for no limit. Messages tell how to set the
+    number of workers: by `option` and a number.
     """
 
-    def __init__(self, images: Images, workers: int | None, timeout: float) -> None:
-        self.images, self.timeout = images, timeout
+    def __init__(
+        self,
+        images: Images,
+        workers: int | None,
+        timeout: float,
+        option: str = "--runtime.workers ",
+    ) -> None:
+        self.images, self.timeout, self.option = images, timeout, option
         self.workers = default_workers(images) if workers is None else workers
         self.reading = torch.full((self.workers,), -1).share_memory_()  # image of each worker
 
@@ -93,6 +100,9 @@ class Watched:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def name(self, i: int) -> str:
+        return self.images.name(i)
 
     def at(self, worker: int) -> int | None:
         """The image that a worker is reading, or was reading when it died or failed."""
@@ -171,7 +181,7 @@ class _Worker:
         code = 0 if failure else self.process.exitcode or 0
         image = failure.image if failure else watched.at(self.number)
         reading = "" if image is None else f" while reading {watched.images.name(image)}"
-        fewer = f"--runtime.workers {watched.workers // 2}"
+        fewer = f"{watched.option}{watched.workers // 2}"
         if code == -signal.SIGALRM and image is not None:
             return ResourceError(
                 f"{watched.images.name(image)}: not read within {watched.timeout:g} s; fix or "
@@ -186,7 +196,7 @@ class _Worker:
             return ResourceError(f"out of memory in a worker process{reading}; try {fewer}")
         if failure:
             return ResourceError(
-                f"a worker process failed{reading}: {failure.reason}; --runtime.workers 0 --debug "
+                f"a worker process failed{reading}: {failure.reason}; {watched.option}0 --debug "
                 f"shows where"
             )
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"

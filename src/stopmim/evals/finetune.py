@@ -22,10 +22,10 @@ from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
-from stopmim.evals.features import batches, read
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.randaugment import rand_augment
 from stopmim.evals.recipes import Tuning
+from stopmim.evals.showing import batches, read
 from stopmim.evals.views import FINETUNE
 from stopmim.method.encoder import EPS, VisionTransformer
 

@@ -27,6 +27,7 @@ from stopmim.evals.features import frozen
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result, Selection, wilson_interval
+from stopmim.evals.showing import Kept
 from stopmim.evals.views import TrainView, View, Views, middle, native_size
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
@@ -53,6 +54,7 @@ class Inputs:
     test: Images = NO_IMAGES
     request: ImageRequest = ImageRequest()  # noqa: RUF009
     untrained: bool = False  # this is the encoder before training, measured for comparison
+    kept: Kept = field(default_factory=Kept, repr=False)  # views, shared with untrained twins
     _drawn: list[Tensor] = field(default_factory=list, init=False, repr=False)  # random views
 
     def __post_init__(self) -> None:
@@ -123,8 +125,8 @@ class Inputs:
 
     def features(self, images: Images, view: View | TrainView, draw: int = 0) -> Tensor:
         """Features (N, L * D) of the last L blocks, cached; `draw` numbers a random view."""
-        numbers = self.seed, draw
-        return frozen(self.encoder, images, view, numbers, self.device, self.precision)
+        numbers, how = (self.seed, draw), (self.device, self.precision)
+        return frozen(self.encoder, images, view, numbers, *how, kept=self.kept)
 
     @cached_property
     def train_x(self) -> Tensor:

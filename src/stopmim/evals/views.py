@@ -41,13 +41,13 @@ class View:
         return self.crop or (min(self.resize) if isinstance(self.resize, tuple) else self.resize)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> Tensor:
-        """Maps (H, W, 3) to (3, S, S), both uint8; not random."""
+        """Maps (H, W, 3) to (3, S, S), or a batch (B, H, W, 3) of one size; uint8; not random."""
         if isinstance(self.resize, tuple):
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
             return center_crop(image, self.crop, self.resize, self.mode)
-        short = min(image.shape[:2])
-        height, width = (int(self.resize * side / short) for side in image.shape[:2])
+        sides = image.shape[-3:-1]
+        height, width = (int(self.resize * side / min(sides)) for side in sides)
         return resized(image, height, width, self.mode)
 
     def at(self, size: int) -> Self:

@@ -40,6 +40,10 @@ class Arrays:
         image = self.pixels[i]
         return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)
 
+    def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
+        images = self.pixels[numbers]
+        return images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
+
     def resident_pixels(self) -> np.ndarray | None:
         return self.pixels if self.pixels.ndim == 4 else None
 

@@ -73,9 +73,8 @@ def find(runs: Sequence[Run], images: Images | None = None) -> Neighbours:
         features = extract(
             network.to(device),
             chosen,
-            size=shown.__getitem__,
+            size=shown.to(device).split(32),
             pool=network.pool,
-            batch_size=32,
             device=device,
         )
         found.append(embedded(name, features))
