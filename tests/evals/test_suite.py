@@ -1,6 +1,7 @@
 """The protocols on images, as a person asks for them; what is kept; fine-tuning; comparison."""
 
 import dataclasses
+import importlib
 import io
 import json
 import math
@@ -370,6 +371,7 @@ def test_the_same_question_again_is_answered_from_the_cache() -> None:
         ("base/random_keys.py", {"features", "images", "videos"}),
         ("evals/views.py", {"features", "images", "videos"}),
         ("evals/features.py", {"features", "images", "videos"}),
+        ("evals/showing.py", {"features", "images", "videos"}),
         ("evals/knn.py", {"images", "videos"}),
         ("evals/protocols/knn.py", {"images", "videos"}),
         ("health/measure.py", {"images", "videos"}),
@@ -406,6 +408,44 @@ def test_what_other_code_found_is_found_again(
     with (ours / file).open("a") as code:
         code.write("VERSION = 2\n")
     assert new() == changed
+
+
+def test_what_another_version_of_a_network_found_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and values are the same: only the code, in a helper of its package, is not."""
+    package, images = tmp_path / "my_networks", Coloured(8)
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "network.py").write_text(
+        "from my_networks import scale\nfrom test_suite import Planted\n\n"
+        "class Network(Planted):\n"
+        "    def features(self, images, layers=1, pool='mean'):\n"
+        "        return scale.TWICE * super().features(images, layers, pool)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for twice in ("2.0", "4.00"):
+        (package / "scale.py").write_text(f"TWICE = {twice}\n")
+        for name in [name for name in sys.modules if name.split(".")[0] == "my_networks"]:
+            monkeypatch.delitem(sys.modules, name)
+        importlib.invalidate_caches()
+        network = importlib.import_module("my_networks.network").Network()
+        found.append(frozen(network, images, View(24, 24)))
+        network.calls.clear()
+        measure(Inputs(network, images, images), [Knn()])
+        assert network.calls  # not once more what the other version answered
+    assert torch.equal(found[1], 2 * found[0])
+
+
+def test_a_network_whose_code_is_in_no_file_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a cell may be run again with other code."""
+    monkeypatch.setattr(Planted, "__module__", "in_a_notebook")
+    network = Planted()
+    assert not cache.covers(network)
+    frozen(network, Coloured(4), View(24, 24))
+    frozen(network, Coloured(4), View(24, 24))
+    assert len(network.calls) == 2
 
 
 def test_k_is_chosen_without_the_sample_itself() -> None:

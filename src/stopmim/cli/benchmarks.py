@@ -19,7 +19,7 @@ class Bench:
     """Measure speed; prints one JSON line per figure."""
 
     what: Annotated[
-        Positional[Literal["step", "masks", "growth", "saving", "loader", "index", "probe"]],
+        Positional[Literal["step", "masks", "growth", "saving", "loader", "index", "probe", "evals"]],
         choices(
             step="forward, backward and update",
             masks="drawing masks",
@@ -28,6 +28,7 @@ class Bench:
             loader="reading images, against the usual pipeline",
             index="listing images",
             probe="linear classifiers",
+            evals="features, eval suite and tracking, against what people use",
         ),
     ]
     preset: Annotated[str | None, option("NAME|FILE")] = None
@@ -40,13 +41,18 @@ class Bench:
     """step: also time the sine-cosine twin of a StoP preset and print the ratios"""
     profile: bool = False
     """step: show where the time goes, kernel by kernel"""
+    parts: Annotated[
+        tuple[Literal["memory", "jpeg", "suite", "tracking"], ...], option("PART ...")
+    ] = ()
+    """evals: memory and jpeg (features), suite, tracking; default: all"""
     rounds: int = 10
-    """number of measurements"""
+    """number of measurements; evals: 3 are enough"""
     out: Annotated[Path | None, option("FOLDER")] = None
     """folder for a dated Markdown file; figures of the same day are appended"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
+        from stopmim.bench.evals import bench_evals
         from stopmim.bench.growth import bench_growth
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
@@ -64,6 +70,7 @@ class Bench:
             "saving": (bench_saving, ("preset", "changes")),
             "loader": (bench_loader, ("rounds",)),
             "index": (bench_index, ("rounds",)),
+            "evals": (bench_evals, ("parts", "rounds")),
             "probe": (partial(bench_probe, *(PAPER if self.paper else ())), ("paper",)),
         }
         function, used = functions[self.what]

@@ -8,6 +8,7 @@ damaged files are computed again. Any of them may be deleted.
 import contextlib
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -24,11 +25,16 @@ from stopmim.data.index_cache import folder
 
 # Code, under src/stopmim, that features and answers depend on. A protocol does not change features.
 ENCODERS = ("gpu", "method", "weights/formats")
-FEATURES = (*ENCODERS, "data", "base/random_keys.py", "evals/features.py", "evals/views.py")
+FEATURES = (
+    *(*ENCODERS, "data", "base/random_keys.py"),
+    *("evals/features.py", "evals/showing.py", "evals/views.py"),
+)
 ANSWERS = (
     *(*ENCODERS, "data", "evals", "base/random_keys.py", "base/schedules.py"),
     *("config/architectures.py", "health"),
 )
+LIBRARIES = ("torch", "numpy", "PIL", "simplejpeg")  # compute, draw and decode
+INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
 
 
 def key(*parts: object) -> str:
@@ -37,13 +43,22 @@ def key(*parts: object) -> str:
 
 
 def covers(encoder: object) -> TypeGuard[nn.Module]:
-    """Whether weights and our code tell all about `encoder`; not if a user wrote its network."""
-    return isinstance(encoder, nn.Module) and getattr(encoder, "cacheable", True)
+    """Whether weights and code tell all about `encoder`; not if its code is in no file."""
+    if not isinstance(encoder, nn.Module) or not getattr(encoder, "cacheable", True):
+        return False
+    return all(files or _version(name) for name, files in _foreign_code(encoder).items())
 
 
 def of_encoder(encoder: nn.Module) -> str:
-    """Hash of all weights, and of every plain value that a module is built from."""
+    """Hash of all weights, of every plain value that a module is built from, and of foreign code.
+
+    Our own code is hashed by `of_code`.
+    """
     digest = hashlib.sha256()
+    for package, files in sorted(_foreign_code(encoder).items()):
+        digest.update(repr((package, _version(package), len(files))).encode())
+        for file in files:
+            digest.update(file.read_bytes())
     for name, module in encoder.named_modules():
         values = sorted((key, value) for key, value in vars(module).items() if key != "training")
         plain = {key: v for key, v in values if isinstance(v, int | float | str | tuple)}
@@ -52,6 +67,28 @@ def of_encoder(encoder: nn.Module) -> str:
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _foreign_code(encoder: nn.Module) -> dict[str, list[Path]]:
+    """Packages, besides ours, that define classes of `encoder`, and the files that may change.
+
+    These are all loaded files of a package that somebody works on. One that is installed, such as
+    torch, has none: its version tells.
+    """
+    classes = {base for module in encoder.modules() for base in type(module).__mro__}
+    packages = {kind.__module__.partition(".")[0] for kind in classes}
+    found: dict[str, list[Path]] = {}
+    for package in packages - {"stopmim", *sys.stdlib_module_names}:
+        loaded = [m for name, m in sys.modules.items() if name.partition(".")[0] == package]
+        files = {Path(file) for m in loaded if (file := getattr(m, "__file__", None))}
+        installed = any(INSTALLED & {*file.parts} for file in files)
+        found[package] = [] if installed else sorted(file for file in files if file.is_file())
+    return found
+
+
+def _version(package: str) -> str:
+    """Version of a library that is loaded, or ""."""
+    return str(getattr(sys.modules.get(package), "__version__", ""))
 
 
 def of_images(images: Images, labels: Sequence[str] = ()) -> str:
@@ -66,6 +103,7 @@ def of_images(images: Images, labels: Sequence[str] = ()) -> str:
 def of_code(*parts: str) -> str:
     """Hash of these files and folders of the package: other code has other results."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
+    digest.update(repr([_version(library) for library in LIBRARIES]).encode())
     for part in parts:
         path = root / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

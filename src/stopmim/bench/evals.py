@@ -1,0 +1,244 @@
+"""Benchmarks evaluation: features of images in memory and of JPEGs, the suite, and tracking.
+
+"Plain" is what people write: torch's DataLoader with a worker per core, in which Pillow decodes,
+resizes and crops as torchvision does, and the encoder in float32, eager, 256 images at a time.
+Beside our rate stands that of each stage alone, which tells what the rest waits for.
+"""
+
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stopmim.base.console import say
+from stopmim.bench.loader import write_photos
+from stopmim.bench.timing import Line, machine, record_lines, wait
+from stopmim.data import workers
+from stopmim.data.crops import MEAN, STD, normalise
+from stopmim.data.images import Images
+from stopmim.data.sources.arrays import Arrays
+from stopmim.data.sources.open import open_images
+from stopmim.evals.features import LAYERS, evaluating, extract
+from stopmim.evals.inputs import Inputs, open_encoder
+from stopmim.evals.protocols import Knn, Linear, Lowshot, Protocol, RankMe
+from stopmim.evals.request import ImageRequest
+from stopmim.evals.showing import Showing
+from stopmim.evals.suite import measure, suite
+from stopmim.evals.views import View, middle
+from stopmim.gpu.devices import choose_device, choose_precision
+from stopmim.method.encoder import Encoder
+
+PHOTOS = 64  # different ones; each has many names
+CLASSES = 10  # of the images of the suite
+
+Part = Literal["memory", "jpeg", "suite", "tracking"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured on a GPU, and what on a CPU, where it only shows that all is in order."""
+
+    small: str = "random:vit_s8@64"
+    large: str = "random:vit_b16@224"
+    images: int = 50_000  # of 64 px, in memory; a tenth more to test on
+    plain: int = 10_000  # of them for the plain way
+    files: int = 16_384
+    plain_files: int = 4096
+
+
+ON_CPU = Size("random:vit_micro8@64", "random:vit_micro16@224", 400, 200, 288, 96)
+
+
+def bench_evals(
+    parts: Sequence[Part] = (), *, device: str = "auto", rounds: int = 3, out: Path | None = None
+) -> str:
+    """Measures `parts`, by default all; returns JSON lines."""
+    where = choose_device(device)
+    size = Size() if where.type == "cuda" else ON_CPU
+    measures: dict[Part, Callable[[], Iterator[Line]]] = {
+        "memory": lambda: memory(size, where, rounds),
+        "jpeg": lambda: jpeg(size, where, rounds),
+        "suite": lambda: whole_suite(size, device),
+        "tracking": lambda: _tracking(device),
+    }
+    lines: list[Line] = [{"bench": "evals", "cores": workers.cores(), **machine(where)}]
+    for part in parts or measures:
+        say(f"{part} ...")
+        lines += measures[part]()
+    return record_lines(lines, out, "evals")
+
+
+def memory(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
+    """Features of small images in one array."""
+    images = small_images(size.images, 0)
+    encoder = open_encoder(size.small)
+    yield from features("memory", encoder, images, size.plain, device, rounds)
+
+
+def jpeg(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
+    """Features of photographs in a folder, and how fast they are decoded with nothing else to do."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = write_photos(Path(folder) / "photos", PHOTOS)
+        for i in range(size.files - len(names)):
+            photo = names[i % PHOTOS]
+            os.link(photo, photo.with_name(f"{photo.stem}-{i // PHOTOS}.jpg"))
+        images = open_images(Path(folder) / "photos")
+        encoder = open_encoder(size.large)
+        yield from features("jpeg", encoder, images, size.plain_files, device, rounds)
+        yield _rate("jpeg, decoded alone", len(images), [_decoded(images) for _ in range(rounds)])
+
+
+def features(
+    name: str, encoder: Any, images: Images, plain: int, device: torch.device, rounds: int
+) -> Iterator[Line]:
+    """Rates of the plain way, of ours, and of its two halves: making views, and the encoder."""
+    size, precision = encoder.side * encoder.patch, choose_precision("auto", device)
+    encoder.to(device)
+    showing = Showing(images, middle(encoder, images, size))
+    how: Any = {"size": size, "layers": LAYERS, "device": device, "precision": precision}
+    extract(encoder, _first(images, 2048), **how)  # loads kernels
+    yield _rate(f"{name}, plain", plain, [_plain(encoder, images, showing.view, plain, device)])
+    yield _rate(name, len(images), [_timed(extract, encoder, images, **how) for _ in range(rounds)])
+    views = [_timed(_exhaust, showing.batches(device), device) for _ in range(rounds)]
+    yield _rate(f"{name}, views alone", len(images), views)
+    batch = next(showing.batches(device)).clone()
+    seconds = [_timed(_forward, encoder, batch, precision) for _ in range(rounds)]
+    yield _rate(f"{name}, encoder alone", 8 * len(batch), seconds)
+
+
+def whole_suite(size: Size, device: str) -> Iterator[Line]:
+    """Seconds of ``eval suite`` with untrained networks, and of its steps for one of them."""
+    train, test = small_images(size.images, 0), small_images(size.images // 10, 1)
+    encoder = open_encoder(size.small)
+    request = ImageRequest(device=device)  # type: ignore[arg-type]
+    kinds = [Knn(), Linear(), Lowshot(), RankMe()]
+    inputs = Inputs(encoder, train, test, request)
+    for which in ("first", "second"):
+        with tempfile.TemporaryDirectory() as cache, _caching_in(cache):
+            inputs = Inputs(encoder, train, test, request)
+            seconds = _timed(suite, inputs, _possible(kinds, inputs))
+        networks = 1 + inputs.random_inits
+        yield {"bench": f"suite, {which} time", "seconds": round(seconds, 2), "networks": networks}
+    with _caching_in(""):
+        twin = next(inputs.untrained_twins())
+        steps = {"features": _timed(lambda: (twin.train_x, twin.test_x))}
+        for kind in _possible(kinds, inputs):
+            steps[kind.name] = _timed(measure, twin, [kind])
+    rounded = {name: round(seconds, 2) for name, seconds in steps.items()}
+    yield {"bench": "suite, one untrained network", "images": len(train) + len(test), **rounded}
+
+
+def _possible(kinds: Sequence[Protocol], inputs: Inputs) -> list[Protocol]:
+    return [kind for kind in kinds if not kind.obstacle(inputs)]
+
+
+def _caching_in(folder: str) -> Any:
+    return mock.patch.dict(os.environ, STOPMIM_CACHE=folder)
+
+
+def _tracking(device: str) -> Iterator[Line]:
+    yield {
+        "bench": "tracking",
+        **importlib.import_module("stopmim.bench.tracking").tracking(device),
+    }
+
+
+def small_images(n: int, seed: int) -> Arrays:
+    """Noise over the pattern of a class, 64 px."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(CLASSES, size=n)
+    patterns = np.random.default_rng(0).integers(0, 100, (CLASSES, 8, 8, 3), dtype=np.uint8)
+    pixels = patterns.repeat(8, axis=1).repeat(8, axis=2)[y]
+    pixels += rng.integers(0, 156, pixels.shape, dtype=np.uint8)
+    return Arrays(pixels, {"class": y}, [], "image", f"bench-{n}-{seed}")
+
+
+# ------------------------------------------------------------------------------ timed variants
+
+
+class _Plain:
+    """The data set of the plain way: Pillow, then floats."""
+
+    def __init__(self, images: Images, view: View, n: int) -> None:
+        self.images, self.view, self.n = images, view, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Tensor:
+        image = Image.fromarray(self.images.read(i))
+        assert isinstance(self.view.resize, int)
+        scale, size = self.view.resize / min(image.size), self.view.size
+        width, height = (int(scale * side) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        image = image.crop((left, top, left + size, top + size))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
+        mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        return pixels.sub_(mean).div_(std)
+
+
+def _plain(encoder: Encoder, images: Images, view: Any, n: int, device: torch.device) -> float:
+    data: Any = _Plain(images, view, n)
+    begin, gpu = time.perf_counter(), device.type == "cuda"
+    found = []
+    with evaluating(encoder):
+        for batch in DataLoader(data, 256, num_workers=workers.cores(), pin_memory=gpu):
+            found.append(encoder.features(batch.to(device), LAYERS).cpu())
+    torch.cat(found)
+    return time.perf_counter() - begin
+
+
+def _decoded(images: Images) -> float:
+    """Seconds in which as many processes as there are cores read all images, and no more."""
+
+    def make(numbers: list[int]) -> None:
+        for i in numbers:
+            images.read(i)
+
+    watched = workers.Watched(images, workers.cores(), 0)
+    order = (list(range(i, min(i + 32, len(images)))) for i in range(0, len(images), 32))
+    return _timed(lambda: [*workers.batches(make, order, watched)])
+
+
+def _forward(encoder: Encoder, batch: Tensor, precision: torch.dtype | None) -> None:
+    enabled = precision is not None
+    with evaluating(encoder), torch.autocast(batch.device.type, precision, enabled):
+        for _ in range(8):
+            found = encoder.features(normalise(batch), LAYERS)
+        float(found[0, 0])
+
+
+def _exhaust(batches: Iterator[Tensor], device: torch.device) -> None:
+    for _ in batches:
+        pass
+    wait(device)
+
+
+def _first(images: Images, n: int) -> Images:
+    from stopmim.data.subset import Subset
+
+    return Subset(images, range(min(n, len(images))))
+
+
+def _timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    begin = time.perf_counter()
+    work(*arguments, **options)
+    return time.perf_counter() - begin
+
+
+def _rate(name: str, images: int, seconds: Sequence[float]) -> Line:
+    rates = sorted(images / s for s in seconds)
+    middle_one = rates[len(rates) // 2]
+    return {"bench": name, "images_per_s": round(middle_one, 1), "least": round(rates[0], 1)}
