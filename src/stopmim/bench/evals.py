@@ -57,7 +57,7 @@ class Size:
     plain_files: int = 4096
 
 
-ON_CPU = Size("random:vit_micro8@64", "random:vit_micro16@224", 400, 200, 288, 96)
+ON_CPU = Size("random:vit_micro16@64", "random:vit_micro32@224", 300, 64, 96, 32)
 
 
 def bench_evals(
@@ -87,7 +87,7 @@ def memory(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
 
 
 def jpeg(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
-    """Features of photographs in a folder, and how fast they are decoded with nothing else to do."""
+    """Features of photographs in a folder, and how fast these are decoded alone."""
     with tempfile.TemporaryDirectory() as folder:
         names = write_photos(Path(folder) / "photos", PHOTOS)
         for i in range(size.files - len(names)):

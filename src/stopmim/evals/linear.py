@@ -15,7 +15,7 @@ from torch import Tensor
 from stopmim.base.random_keys import torch_generator
 from stopmim.evals.features import Device
 from stopmim.evals.heads import Head, Split, grid, train_heads
-from stopmim.evals.lowshot import fit_logistic, standardise
+from stopmim.evals.lowshot import fit_each, standardise
 from stopmim.evals.recipes import OWN, Recipe
 from stopmim.evals.results import Reading, wilson_interval
 
@@ -151,8 +151,9 @@ def linear_probe(
     data = train_x, train_y, test_x, test_y
     if reading == "held-out":
         held = _on_held_out(train_x, train_y, seed, l2s, tolerance)
-        return replace(_solve(*data, held.l2), score=held.score)
-    return max((_solve(*data, l2) for l2 in l2s), key=lambda probe: probe.score)
+        (probe,) = _solve(*data, [held.l2])
+        return replace(probe, score=held.score)
+    return max(_solve(*data, l2s), key=lambda probe: probe.score)
 
 
 def choose_l2(
@@ -168,13 +169,21 @@ def _on_held_out(
     held, rest = selection_split(y, seed)
     parts = x[rest], y[rest], x[held], y[held]
     # Of penalties that tie, max takes the first, so the largest: the simplest classifier.
-    tried = (_solve(*parts, l2, tolerance) for l2 in sorted(l2s, reverse=True))
+    tried = _solve(*parts, sorted(l2s, reverse=True), tolerance)
     return max(tried, key=lambda probe: probe.score)
 
 
 def _solve(
-    x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, l2: float, tolerance: float = TOLERANCE
-) -> ProbeResult:
-    weights = fit_logistic(standardise(x, x), y, l2, intercept=True, tolerance=tolerance)
-    found = (standardise(test_x, x) @ weights[:, :-1].T + weights[:, -1]).argmax(dim=1)
-    return ProbeResult(found == test_y, l2, weights, int((found == test_y).sum()))
+    x: Tensor,
+    y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    l2s: Sequence[float],
+    tolerance: float = TOLERANCE,
+) -> list[ProbeResult]:
+    """The classifier of each of `l2s`, tested."""
+    fitted = fit_each(standardise(x, x), y, l2s, intercept=True, tolerance=tolerance)
+    test_x = standardise(test_x, x)
+    answers = [(test_x @ w[:, :-1].T + w[:, -1]).argmax(dim=1) == test_y for w in fitted]
+    found = zip(answers, l2s, fitted, strict=True)
+    return [ProbeResult(correct, l2, w, int(correct.sum())) for correct, l2, w in found]

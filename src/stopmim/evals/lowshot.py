@@ -6,7 +6,8 @@ optimum. Here the result is the optimum, whatever the solver, and l2 is the only
 Shapes: N samples, D features, K classes.
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +81,20 @@ def fit_logistic(
         tolerance: relative gap allowed between the objective and its minimum. The gradient bounds
             it (estimates it, with an intercept), unless float64 cannot resolve it.
     """
+    (weights,) = fit_each(x, y, [l2], intercept, classes=classes, tolerance=tolerance)
+    return weights
+
+
+def fit_each(
+    x: Tensor,
+    y: Tensor,
+    l2s: Sequence[float],
+    intercept: bool = False,
+    *,
+    classes: int | None = None,
+    tolerance: float = 1e-12,
+) -> list[Tensor]:
+    """The same for each of `l2s`, which share what depends on the features alone."""
     n, d = x.shape
     present, y = y.long().unique(return_inverse=True)  # sorted; labels renumbered
     k = int(present[-1]) + 1 if classes is None else classes
@@ -87,18 +102,23 @@ def fit_logistic(
         raise ValueError(f"all {n} labels are {int(present[0])}: there is nothing to separate")
     if not 0 <= int(present[0]) <= int(present[-1]) < k:
         raise ValueError(f"labels from {present[0]} to {present[-1]} for {k} classes")
-    if not l2 > 0:
-        raise ValueError(f"l2 must be more than 0, got {l2}: there may be no optimum without it")
+    for l2 in l2s:
+        if not l2 > 0:
+            raise ValueError(f"l2 must be more than 0, got {l2}: else there may be no optimum")
     if not x.isfinite().all():
         raise ValueError("features must be finite")
+    axes = _principal_axes(x.double(), intercept)
     if not intercept:
-        return _minimise(x.double(), present[y], l2, k, False, tolerance)
-    # Without samples, the intercept of a class goes to minus infinity and its weights to zero; the
-    # other classes are unaffected. Their logits have mean zero, so NEVER is below all of them.
-    weights = x.new_zeros(k, d + 1, dtype=torch.float64)
-    weights[:, -1] = NEVER
-    weights[present] = _minimise(x.double(), y, l2, len(present), True, tolerance)
-    return weights
+        return [_minimise(axes, present[y], l2, k, tolerance) for l2 in l2s]
+    found = []
+    for l2 in l2s:
+        # Without samples, the intercept of a class goes to minus infinity and its weights to zero;
+        # the others are unaffected. Their logits have mean zero, so NEVER is below all of them.
+        weights = x.new_zeros(k, d + 1, dtype=torch.float64)
+        weights[:, -1] = NEVER
+        weights[present] = _minimise(axes, y, l2, len(present), tolerance)
+        found.append(weights)
+    return found
 
 
 class _Objective:
@@ -136,17 +156,21 @@ class _Objective:
         return float((self.gradient.double().square() / curvature).sum()) / 2 / self.value
 
 
-def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: float) -> Tensor:
-    """L-BFGS in coordinates in which the Hessian is close to the identity.
+class _Axes(NamedTuple):
+    """Features in the coordinates of their principal axes, and how to come back from there."""
 
-    These are the principal axes of the features, scaled by the average p (1 - p) instead of each
-    sample's own. The average falls by orders of magnitude on the way, so it is renewed in every
-    round. Rounds run in float32, which is twice as fast, until that is too coarse; the gap is
-    measured in float64 between them.
-    """
+    x: Tensor  # (N, D), or (N, D + 1) with a constant for the intercept
+    variance: Tensor  # of each
+    penalty: Tensor  # 1, or 0 for the intercept
+    mean: Tensor  # (D,)
+    axes: Tensor  # (D, D)
+    unit: float
+
+
+def _principal_axes(x: Tensor, intercept: bool) -> _Axes:
     n, d = x.shape
     unit = float(x.square().mean().sqrt()) or 1.0  # keeps float32 in range, whatever the unit
-    x, l2 = x / unit, l2 / unit**2
+    x = x / unit
     mean = x.mean(dim=0) if intercept else x.new_zeros(d)
     variance, axes = torch.linalg.eigh((x - mean).T @ (x - mean) / n)  # (D,), (D, D)
     x, variance, penalty = (x - mean) @ axes, variance.clamp(min=0), torch.ones_like(variance)
@@ -154,6 +178,19 @@ def _minimise(x: Tensor, y: Tensor, l2: float, k: int, intercept: bool, goal: fl
         x = torch.cat([x, x.new_ones(n, 1)], dim=1)
         variance = torch.cat([variance, variance.new_ones(1)])
         penalty = torch.cat([penalty, penalty.new_zeros(1)])
+    return _Axes(x, variance, penalty, mean, axes, unit)
+
+
+def _minimise(along: _Axes, y: Tensor, l2: float, k: int, goal: float) -> Tensor:
+    """L-BFGS in coordinates in which the Hessian is close to the identity.
+
+    These are the principal axes of the features, scaled by the average p (1 - p) instead of each
+    sample's own. The average falls by orders of magnitude on the way, so it is renewed in every
+    round. Rounds run in float32, which is twice as fast, until that is too coarse; the gap is
+    measured in float64 between them.
+    """
+    x, variance, penalty, mean, axes, unit = along
+    l2, d = l2 / unit**2, len(mean)
     weights, dtype, floor = x.new_zeros(k, x.shape[1]), torch.float32, False
     for i in range(ROUNDS):
         exact = _Objective(x, y, penalty, l2, weights)
