@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,19 @@ from torch import Tensor
 
 from stopmim.bench.saving import bench_saving
 from stopmim.data.loading import loader
+from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
+from stopmim.evals.features import extract
 from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.recipes import OWN, TASKS, Recipe
+from stopmim.evals.showing import Kept, Showing
+from stopmim.evals.views import middle
 from stopmim.gpu import copies
 from stopmim.gpu.attention import attend
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, configure, draw_masks
+from stopmim.method.encoder import VisionTransformer
 from stopmim.runs import checkpoint
 from stopmim.train.draws import draw_noise
 from stopmim.train.loop import pretrain
@@ -375,6 +381,23 @@ def test_images_in_memory_live_on_the_gpu_and_are_cropped_as_on_the_cpu() -> Non
         assert a.images.is_cuda
         assert (a.images.cpu() - b.images.float()).abs().mean() < 0.5
         assert torch.equal(a.augmentation, b.augmentation)
+
+
+def test_features_of_a_gpu_are_those_of_a_cpu_for_every_image_and_every_encoder() -> None:
+    """Copies to and from the GPU overlap: a batch that came too early would be another's."""
+    pixels = np.random.default_rng(0).integers(0, 256, (5000, 32, 32, 3), dtype=np.uint8)
+    images, kept = Arrays(pixels, {}, [], "noise"), Kept()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = VisionTransformer(32, 8, width=32, depth=2, heads=2)
+        expected = extract(model, images, size=32, layers=2)
+        found = extract(model.cuda(), images, size=32, layers=2, device="cuda", batch_size=300)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        showing = Showing(images, middle(model, images, 32))
+        for _ in range(2):  # made, and kept
+            shown = kept.batches("key", showing, torch.device("cuda"))
+            found = extract(model, images, size=shown, layers=2, device="cuda")
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------ saving

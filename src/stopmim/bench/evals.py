@@ -5,11 +5,10 @@ resizes and crops as torchvision does, and the encoder in float32, eager, 256 im
 Beside our rate stands that of each stage alone, which tells what the rest waits for.
 """
 
-import importlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +23,13 @@ from torch.utils.data import DataLoader
 from stopmim.base.console import say
 from stopmim.bench.loader import write_photos
 from stopmim.bench.timing import Line, machine, record_lines, wait
+from stopmim.bench.tracking import tracking
 from stopmim.data import workers
 from stopmim.data.crops import MEAN, STD, normalise
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images
+from stopmim.data.subset import Subset
 from stopmim.evals.features import LAYERS, evaluating, extract
 from stopmim.evals.inputs import Inputs, open_encoder
 from stopmim.evals.protocols import Knn, Linear, Lowshot, Protocol, RankMe
@@ -70,7 +71,7 @@ def bench_evals(
         "memory": lambda: memory(size, where, rounds),
         "jpeg": lambda: jpeg(size, where, rounds),
         "suite": lambda: whole_suite(size, device),
-        "tracking": lambda: _tracking(device),
+        "tracking": lambda: iter([{"bench": "tracking", **tracking(device)}]),
     }
     lines: list[Line] = [{"bench": "evals", "cores": workers.cores(), **machine(where)}]
     for part in parts or measures:
@@ -107,7 +108,7 @@ def features(
     encoder.to(device)
     showing = Showing(images, middle(encoder, images, size))
     how: Any = {"size": size, "layers": LAYERS, "device": device, "precision": precision}
-    extract(encoder, _first(images, 2048), **how)  # loads kernels
+    check_features(encoder, images, how)
     yield _rate(f"{name}, plain", plain, [_plain(encoder, images, showing.view, plain, device)])
     yield _rate(name, len(images), [_timed(extract, encoder, images, **how) for _ in range(rounds)])
     views = [_timed(_exhaust, showing.batches(device), device) for _ in range(rounds)]
@@ -115,6 +116,23 @@ def features(
     batch = next(showing.batches(device)).clone()
     seconds = [_timed(_forward, encoder, batch, precision) for _ in range(rounds)]
     yield _rate(f"{name}, encoder alone", 8 * len(batch), seconds)
+
+
+def check_features(encoder: Encoder, images: Images, how: Mapping[str, Any]) -> None:
+    """Raises unless features in batches are those of the plain way, up to the rounding of bf16.
+
+    It also loads the kernels, which the measurements need not.
+    """
+    n = min(5000, len(images))
+    every, view = list(range(0, n, n // 16)), middle(encoder, images, how["size"])
+    found = extract(encoder, Subset(images, range(n)), **how)[every]
+    data = _Plain(images, view, n)
+    with evaluating(encoder):
+        batch = torch.stack([data[i] for i in every]).to(how["device"])
+        expected = encoder.features(batch, LAYERS).float().cpu()
+    error = float((found - expected).norm() / expected.norm())
+    if not error < 0.05:
+        raise RuntimeError(f"features differ from those of the plain way by {error:.1%}")
 
 
 def whole_suite(size: Size, device: str) -> Iterator[Line]:
@@ -145,13 +163,6 @@ def _possible(kinds: Sequence[Protocol], inputs: Inputs) -> list[Protocol]:
 
 def _caching_in(folder: str) -> Any:
     return mock.patch.dict(os.environ, STOPMIM_CACHE=folder)
-
-
-def _tracking(device: str) -> Iterator[Line]:
-    yield {
-        "bench": "tracking",
-        **importlib.import_module("stopmim.bench.tracking").tracking(device),
-    }
 
 
 def small_images(n: int, seed: int) -> Arrays:
@@ -224,12 +235,6 @@ def _exhaust(batches: Iterator[Tensor], device: torch.device) -> None:
     for _ in batches:
         pass
     wait(device)
-
-
-def _first(images: Images, n: int) -> Images:
-    from stopmim.data.subset import Subset
-
-    return Subset(images, range(min(n, len(images))))
 
 
 def _timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:

@@ -85,7 +85,8 @@ class Showing:
             return
         if size is None:
             height, width = self.shape
-            size = 256 if device.type == "cpu" else min(2048, 1 + PIXELS // (height * width))
+            suited = max(1, min(2048, PIXELS // (height * width)))
+            size = 256 if device.type == "cpu" else suited
         made = self._made(min(size, len(self.images)))
         yield from made if device.type == "cpu" else _copied(made, device)
 
