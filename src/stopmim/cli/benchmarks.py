@@ -19,7 +19,9 @@ class Bench:
     """Measure speed; prints one JSON line per figure."""
 
     what: Annotated[
-        Positional[Literal["step", "masks", "growth", "saving", "loader", "index", "probe", "evals"]],
+        Positional[
+            Literal["step", "masks", "growth", "saving", "loader", "index", "probe", "evals"]
+        ],
         choices(
             step="forward, backward and update",
             masks="drawing masks",
