@@ -531,7 +531,10 @@ def test_inspect_says_what_a_run_is(run: Run, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("name", "project", "predictor"),
-    [("stop", "StoP", "I-JEPA, StoP as released"), ("ijepa", "I-JEPA", "I-JEPA, certain")],
+    [
+        ("stop", "StoP", "I-JEPA, StoP as released"),
+        ("ijepa", "I-JEPA", "I-JEPA, sine-cosine positions"),
+    ],
 )
 def test_inspect_tells_stop_from_ijepa(name: str, project: str, predictor: str) -> None:
     found = identify(GOLDEN / f"ckpt_{name}_module.pth.tar", heads=2).facts()
