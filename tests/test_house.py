@@ -27,7 +27,8 @@ data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes d
 data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.facts
 data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
-weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
+weights weights.filters weights.formats weights.vit weights.format weights.card
+weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
 weights.push weights.export
@@ -41,7 +42,8 @@ evals.protocols.protocol
 evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
 evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
 evals.table
-insight insight.figures insight.report insight.figures.pictures insight.report.results
+insight insight.figures insight.report insight.figures.false_colour insight.figures.pictures
+insight.report.results
 insight.figures.curves insight.figures.layout insight.figures.masks insight.figures.subject
 insight.figures.sweep insight.figures.neighbours insight.figures.pca insight.figures.prediction
 insight.figures.similarity insight.figures.theory

@@ -38,8 +38,16 @@ class PixelStats:
     @property
     def is_picture(self) -> bool:
         """Whether the images are ordinary pictures, which Pillow opens: 8-bit RGB."""
-        known = self.names is None or tuple(map(str.lower, self.names)) == COLOURS
+        known = self.names is None or self.words == COLOURS
         return self.channels == 3 and self.kind == "uint8" and known
+
+    @property
+    def words(self) -> tuple[str, ...] | None:
+        """The names in lower case, to compare them; colours are called "red", "green", "blue"."""
+        if self.names is None:
+            return COLOURS if self.channels == 3 and self.kind == "uint8" else None
+        short = {colour[0]: colour for colour in COLOURS}
+        return tuple(short.get(name.lower(), name.lower()) for name in self.names)
 
     @property
     def bounds(self) -> tuple[Numbers, Numbers]:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
+from stopmim.base.console import is_first_rank, say
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import Config
+from stopmim.data.pixels import stats_of
 from stopmim.method.encoder import ImageEncoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
+from stopmim.weights.filters import fitted
 from stopmim.weights.format import Format, WeightFile
 from stopmim.weights.formats.data2vec import Data2vec
 from stopmim.weights.formats.huggingface import HuggingFace
@@ -83,8 +86,9 @@ def load_model(
 def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:
     """The new `model`, its encoders with the weights of the one in ``config.init``, if any.
 
-    Positions come along, resized if the images have another size, and stay fixed. A run that has
-    checkpoints continues from them and does not need the file any more.
+    Positions come along, resized if the images have another size, and stay fixed. Filters are made
+    to fit the channels of the images, see filters.py. A run that has checkpoints continues from
+    them and does not need the file any more.
     """
     source = config.init
     if not source or any((run / "checkpoints").glob("step-*")):
@@ -98,8 +102,16 @@ def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImag
         if theirs.arch:
             advice = f"set --arch {theirs.arch} --class-token {str(theirs.class_token).lower()}"
         raise CheckpointError(f"init: {source} is {theirs}; the config says {own}: {advice}")
+    try:
+        stats = getattr(given.transform, "stats", None)
+        filters, said = fitted(given.patch_embed.proj.weight, stats, stats_of(config))
+    except ValueError as error:
+        raise CheckpointError(f"init: {source}: {error}") from None
+    if said and is_first_rank():
+        say(f"init: {source}: {said}")
     side, token = model.encoder.side, given.pos_embed[:, : given.prefix]
     state = given.state_dict() | {"pos_embed": torch.cat([token, given.positions(side, side)], 1)}
+    state["patch_embed.proj.weight"] = filters
     for part in (model.encoder, model.branch()):
         part.load_state_dict(state)
     return model
