@@ -15,6 +15,7 @@ from stopmim.config.schema import Config
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, of red, green and blue from 0 to 1
 STD = (0.229, 0.224, 0.225)
+Numbers = tuple[float, ...]  # (C,)
 COLOURS = ("red", "green", "blue")  # the channels of an ordinary picture
 
 
@@ -41,18 +42,20 @@ class PixelStats:
         return self.channels == 3 and self.kind == "uint8" and known
 
     @property
-    def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Values (C,) of each channel that count as black and as white, to show or rescale it."""
+    def bounds(self) -> tuple[Numbers, Numbers]:
+        """The range of each channel: what it is clipped to, or else that of its type."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        if self.kind != "float32":
-            range_ = np.iinfo(self.kind)
-            return (float(range_.min),) * self.channels, (float(range_.max),) * self.channels
-        each = list(zip(self.mean, self.std, strict=True))
-        return tuple(m - 3 * s for m, s in each), tuple(m + 3 * s for m, s in each)
+        if self.kind == "float32":  # in some unit of its own
+            return (0.0,) * self.channels, (1.0,) * self.channels
+        known = np.iinfo(self.kind)
+        return (float(known.min),) * self.channels, (float(known.max),) * self.channels
 
-    def unit(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation (C,) of channels whose `bounds` were scaled to 0..1."""
+    def unit(self) -> tuple[Numbers, Numbers]:
+        """Mean and deviation of channels whose `bounds` were scaled to 0..1, as others want them.
+
+        Images that are normalised by themselves need none.
+        """
         if self.per_image:
             return (0.0,) * self.channels, (1.0,) * self.channels
         if self == RGB:
@@ -63,9 +66,35 @@ class PixelStats:
             tuple(s / ((high - low) or 1) for _, s, low, high in each),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether pictures divided by 255, less a mean, over a deviation are all there is to it.
+
+        Any library does that; what else there may be, only this one.
+        """
+        return self.is_picture and self.low is None and self.high is None and not self.per_image
+
     def describe(self) -> str:
         """Channels and their type in words: "12 channels of uint16"."""
         return f"{self.channels} {'channel' if self.channels == 1 else 'channels'} of {self.kind}"
+
+    def name(self, channel: int) -> str:
+        """A channel by number, from 1, and by name if it has one: "4 (nir)"."""
+        return f"{channel + 1} ({self.names[channel]})" if self.names else f"{channel + 1}"
+
+    def facts(self) -> dict[str, str]:
+        """Label and value of each fact, as ``stopmim inspect`` and exports print them."""
+        clipped = self.low is not None and self.high is not None
+        own = "each image then by its own mean and deviation" if self.per_image else ""
+        how = ("clipped" if clipped else "", "less the mean, over the deviation", own)
+        found = {"channels": f"{self.channels} of {self.kind}"}
+        found["normalised"] = ", ".join(filter(None, how))
+        for i, (mean, std, low, high) in enumerate(
+            zip(self.mean, self.std, *self.bounds, strict=True)
+        ):
+            said = f"{low:g} to {high:g}, " if clipped else ""
+            found[f"channel {self.name(i)}"] = f"{said}mean {mean:.6g}, deviation {std:.6g}"
+        return found
 
     def tag(self) -> dict[str, Any]:
         """The keys of the section `data` that say this, for exports; `from_tag` reads them."""
