@@ -10,7 +10,7 @@ from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
-from stopmim.evals.features import extract
+from stopmim.evals.features import extract, refuse_other
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder
 from stopmim.weights.load import load_encoder
@@ -49,6 +49,7 @@ def write_features(
     network: Any = load_encoder(encoder) if isinstance(encoder, str | Path) else encoder
     _check(network, layers, pool, size)
     images, where = without_skipped(open_images(data), skip), choose_device(device)
+    refuse_other(network, images)
     network.to(where)
     features = extract(
         network,

@@ -42,7 +42,7 @@ class VideoTracking(Protocol, Propagation):
         from stopmim.data.sources.scenes import Scenes
         from stopmim.data.subset import underlying
 
-        rendered = isinstance(underlying(inputs.test), Scenes)
+        rendered = type(underlying(inputs.test)) is Scenes  # not in bands: videos are RGB
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
