@@ -26,9 +26,8 @@ def maps(subject: Subject) -> tuple[np.ndarray, float]:
     show the position embedding, which is the same in every image. Returns colours
     (n, side, side, 3), 0 to 1, and the share of the variance that the components hold.
     """
-    found = patch_features(
-        subject.model, pixels(subject.views, subject.config)
-    ).double()  # (n, N, D)
+    images = pixels(subject.views, subject.config)
+    found = patch_features(subject.model, images).double()  # (n, N, D)
     centred = (found - found.mean(dim=0)).flatten(0, 1)  # (n * N, D)
     _, values, directions = torch.linalg.svd(centred, full_matrices=False)
     shown = centred @ directions[:3].T  # (n * N, 3)

@@ -3,7 +3,8 @@
 A figure is drawn on white and can be saved anywhere. `svg` makes it part of a page, where its text
 and lines follow the colours of the page, light or dark.
 
-Shapes: H x W pixels, Ch channels, C context patches, M target blocks of K patches, on a grid of side x side.
+Shapes: H x W pixels of Ch channels, C context patches, M target blocks of K patches, on a grid of
+side x side.
 """
 
 import contextlib

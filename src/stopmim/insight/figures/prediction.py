@@ -30,7 +30,8 @@ TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map 
 def predict(model: MaskedImageModel, views: list[Preview], config: Config) -> np.ndarray:
     """Cosine of every prediction with every target of its image, without noise: (n, M * K, N).
 
-    `config` is that of the model, and says how images are normalised. The hidden patches are in the order of `view.targets`, block by block.
+    `config` is that of the model: it says how images are normalised. The hidden patches are in the
+    order of `view.targets`, block by block.
     """
     model.eval()
     images, (context, targets) = pixels(views, config), indices(views)
