@@ -31,7 +31,10 @@ Figure = Annotated[
 ]
 Show = Annotated[
     tuple[str, ...],
-    option("CHANNEL ...", "three channels to show as red, green, blue, or one: numbers or names"),
+    option(
+        "CHANNEL ...",
+        "three channels to show as red, green, blue, or one: numbers from 0, or names",
+    ),
 ]
 
 

@@ -87,8 +87,8 @@ class PixelStats:
         return f"{self.channels} {'channel' if self.channels == 1 else 'channels'} of {self.kind}"
 
     def name(self, channel: int) -> str:
-        """A channel by number, from 1, and by name if it has one: "4 (nir)"."""
-        return f"{channel + 1} ({self.names[channel]})" if self.names else f"{channel + 1}"
+        """A channel by number, from 0, and by name if it has one: "3 (nir)"."""
+        return f"{channel} ({self.names[channel]})" if self.names else f"{channel}"
 
     def facts(self) -> dict[str, str]:
         """Label and value of each fact, as ``stopmim inspect`` and exports print them."""
@@ -100,8 +100,9 @@ class PixelStats:
         for i, (mean, std, low, high) in enumerate(
             zip(self.mean, self.std, *self.bounds, strict=True)
         ):
-            said = f"{low:g} to {high:g}, " if clipped else ""
-            found[f"channel {self.name(i)}"] = f"{said}mean {mean:.6g}, deviation {std:.6g}"
+            name = f"{self.names[i]}: " if self.names else ""
+            clip = f"{low:g} to {high:g}, " if clipped else ""
+            found[f"channel {i}"] = f"{name}{clip}mean {mean:.6g}, deviation {std:.6g}"
         return found
 
     def tag(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def analyse(
             `smoothing` need none: they are about the method.
         out: folder for the figures; default: the folder `figures` of the first run.
         data: the images; default: those the runs were trained on.
-        show: channels for red, green and blue of pictures, by number from 1 or by name; or one.
+        show: channels for red, green and blue of pictures, by number from 0 or by name; or one.
     """
     of_the_method = what in ("collapse", "smoothing")
     if not runs and not (of_the_method and out is not None):

@@ -61,11 +61,11 @@ class FalseColour:
 
 
 def _number(word: str, stats: PixelStats) -> int:
-    """The channel that `word` names or, from 1, counts."""
+    """The channel that `word` names or, from 0, counts."""
     if stats.names and word in stats.names:
         return stats.names.index(word)
-    if word.isdecimal() and 1 <= int(word) <= stats.channels:
-        return int(word) - 1
+    if word.isdecimal() and int(word) < stats.channels:
+        return int(word)
     near = did_you_mean(word, stats.names or ())
-    known = f"1 to {stats.channels}" + (f", or {', '.join(stats.names)}" if stats.names else "")
+    known = f"0 to {stats.channels - 1}" + (f", or {', '.join(stats.names)}" if stats.names else "")
     raise UserError(f"--show {word}: no such channel; {near}channels are {known}")

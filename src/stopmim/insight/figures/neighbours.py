@@ -150,7 +150,7 @@ def kinds(images: Subset) -> list[Kinds]:
             continue
         often = known if len(known) <= KINDS else known[(-counts).argsort(kind="stable")]
         order = {int(value): min(i, KINDS - 1) for i, value in enumerate(often)}
-        words = images.classes if label == "class" and images.classes else []
+        words: list[str] = getattr(images, "classes", []) if label == "class" else []
         names = [words[v] if v < len(words) else f"class {v}" for v in order][:KINDS]
         if len(known) > KINDS:
             names[-1] = f"{len(known) - KINDS + 1} others"

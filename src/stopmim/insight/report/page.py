@@ -73,14 +73,8 @@ def write_report(
     views, views_missing = _attempt(lambda: _views(_known(shown, missing), config, show))
     near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing), show))
     model, model_missing = _attempt(run.model)
-    explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
-    similar, reference = None, find_reference(config, about.get("data")) if config else None
-    if config and model:
-        positions = model.predictor.positions
-        if positions.uncertain and not positions.conditioned:  # the same noise for all images
-            similar = similarity.of_model(model, config.seed)
-            explored["positions"] = explorer.positions(model, config.seed)
-        explored["predictions"] = views and explorer.predictions(run, config, views)
+    explored, similar = _of_model(run, config, model, views)  # explored by the script
+    reference = find_reference(config, about.get("data")) if config else None
     stretched = reference.stretched(_updates(config, last)) if config and reference else []
     explored["charts"] = explorer.charts(runs, stretched)
     explored["neighbours"] = near and explorer.neighbours(near)
@@ -113,6 +107,25 @@ def write_report(
     path = out or run.path / "report.html"
     write_whole(path, text)
     return path
+
+
+def _of_model(
+    run: Run,
+    config: Config | None,
+    model: MaskedImageModel | None,
+    views: list[pictures.Preview] | None,
+) -> tuple[dict[str, Any], similarity.Similarity | None]:
+    """Predictions and positions for the script, and the similarity of positions for a figure."""
+    explored: dict[str, Any] = {"predictions": None, "positions": None}
+    if not config or not model:
+        return explored, None
+    explored["predictions"] = views and explorer.predictions(run, config, views)
+    positions = model.predictor.positions
+    if not positions.uncertain or positions.conditioned:
+        return explored, None
+    # The same noise for all images.
+    explored["positions"] = explorer.positions(model, config.seed)
+    return explored, similarity.of_model(model, config.seed)
 
 
 def _judged(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
