@@ -180,7 +180,8 @@ def by_chance(values: np.ndarray) -> float:
 def figure(found: Neighbours) -> Figure:
     """One row per image: the image, then its neighbours in every encoder, nearest first."""
     rows, k = queries(len(found.images)), found.encoders[0].nearest.shape[1]
-    wide, high = 1 + len(found.encoders) * (k + 0.4), len(rows) + 0.7  # in pictures
+    wide = 1 + len(found.encoders) * (k + 0.4)  # in pictures
+    high = len(rows) + 0.7 + 0.25 * bool(found.caption)
     picture = Figure(figsize=(0.62 * wide, 0.62 * high))
     axes = picture.add_axes((0, 0, 1, 1))
     shown, label = found.pictures, next(iter(kinds(found.images)), None)
@@ -202,7 +203,7 @@ def figure(found: Neighbours) -> Figure:
         said += f"{len(shown)} images; {100 * by_chance(label.values):.0f} % by chance"
         axes.text(0.03, len(rows) + 0.22, said)
     if found.caption:
-        axes.text(wide - 0.03, -0.1, found.caption, ha="right")
+        axes.text(0.03, len(rows) + (0.47 if label else 0.22), found.caption)
     axes.set(xlim=(0, wide), ylim=(high - 0.35, -0.35))
     axes.set_axis_off()
     return picture
