@@ -24,8 +24,8 @@ data.pixels data.crops data.decode data.channels data.images data.index_cache da
 data.sources data.order data.render data.resident data.subset data.transform data.workers
 data.sources.source data.looking data.loading data.skip data.sources.arrays data.sources.folder
 data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
-data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.facts
-data.check
+data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.planes
+data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.filters weights.formats weights.vit weights.format weights.card
 weights.formats.data2vec

@@ -65,7 +65,7 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     pixels in a third of the time, if they are small.
     """
     if image.dtype != np.uint8:
-        image = _finite(image).astype(np.float32)
+        image = finite(image).astype(np.float32)
     # A contiguous copy in memory order H, W, C, viewed as a batch: torch then resizes the three
     # channels together, in two thirds of the time of a strided view or of 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))
@@ -74,7 +74,7 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     return found if pixels.ndim == 4 else found[0]
 
 
-def _finite(image: np.ndarray) -> np.ndarray:
+def finite(image: np.ndarray) -> np.ndarray:
     """`image` (..., H, W, C), with the smallest finite value of a channel for NaN and infinity.
 
     Replaced before resizing, which would spread them; where a whole channel is missing, it is 0.

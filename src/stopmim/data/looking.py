@@ -41,6 +41,13 @@ class Seen(NamedTuple):
     def is_rgb(self) -> bool:
         return (self.channels, self.kind) == (RGB.channels, RGB.kind)
 
+    @property
+    def stats(self) -> PixelStats:
+        """Statistics before any are measured: only channels and type mean something."""
+        if self.is_rgb:
+            return RGB
+        return PixelStats((0.0,) * self.channels, (1.0,) * self.channels, kind=self.kind)
+
     def __str__(self) -> str:
         return described(self.channels, self.kind)
 
@@ -65,6 +72,17 @@ def look(images: Images, config: Config | None = None) -> Seen:
     if not 1 <= channels <= MOST:
         raise DataError(f"{images.name(0)}: {channels} channels; expected 1 to {MOST}")
     return Seen(channels, kind, names if names and len(names) == channels else None)
+
+
+def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> None:
+    """Raises DataError if `who` was trained on images of other channels, or of another type."""
+    seen = look(images) if len(images) else Seen(stats.channels, stats.kind)
+    if seen[:2] != (stats.channels, stats.kind):
+        wanted = described(stats.channels, stats.kind)
+        raise DataError(
+            f"{who} takes images of {wanted}; {images.name(0)} has {seen}; give images like those "
+            f"of its training, or some of their channels, as channels:0,1,2:DATA"
+        )
 
 
 def measure(images: Images, seen: Seen, config: Config) -> tuple[PixelStats, int]:

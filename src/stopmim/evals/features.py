@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError, NonFiniteError
-from stopmim.data.channels import described
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
-from stopmim.data.looking import look
 from stopmim.data.pixels import RGB, PixelStats
 from stopmim.evals import cache
 from stopmim.evals.showing import Kept, Showing
@@ -47,19 +45,6 @@ def evaluating(encoder: Encoder | nn.Module) -> Iterator[None]:
 def stats_for(encoder: object) -> PixelStats:
     """The statistics that `encoder` was trained with; ImageNet's if it does not say."""
     return getattr(getattr(encoder, "transform", None), "stats", RGB)
-
-
-def refuse_other(encoder: object, *parts: Images) -> None:
-    """Raises DataError if `encoder` was trained on images of other channels, or another type."""
-    stats = stats_for(encoder)
-    for images in parts:
-        seen = look(images)
-        if len(images) and seen[:2] != (stats.channels, stats.kind):
-            wanted = described(stats.channels, stats.kind)
-            raise DataError(
-                f"the encoder takes images of {wanted}, but {images.name(0)} has {seen}; give "
-                f"images like those it was trained on, or select channels:0,1,2:DATA"
-            )
 
 
 def extract(

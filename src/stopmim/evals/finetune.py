@@ -22,7 +22,8 @@ from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
-from stopmim.evals.features import refuse_other, stats_for
+from stopmim.data.looking import check_like
+from stopmim.evals.features import stats_for
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.randaugment import rand_augment
 from stopmim.evals.recipes import Tuning
@@ -41,7 +42,8 @@ def finetune(inputs: Inputs, label: str, recipe: Tuning, *, every_epoch: bool = 
     y, test_y = inputs.labels_of(label)
     if len(y.unique()) < 2:
         raise DataError(f"{label}: all {len(y)} training images are of one class")
-    refuse_other(inputs.encoder, inputs.train, inputs.test)
+    for part in (inputs.train, inputs.test):
+        check_like(part, stats_for(inputs.encoder))
     tuner = _Tuner(inputs, int(y.max()) + 1, recipe)
     steps = max(1, len(y) // recipe.batch_size)
     correct = []

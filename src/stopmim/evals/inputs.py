@@ -17,6 +17,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.data.channels import described
 from stopmim.data.images import Images
+from stopmim.data.looking import check_like
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
@@ -24,7 +25,7 @@ from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying, without_loose
 from stopmim.data.transform import seeing
 from stopmim.evals import cache
-from stopmim.evals.features import frozen, refuse_other, stats_for
+from stopmim.evals.features import frozen, stats_for
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result, Selection, wilson_interval
@@ -206,7 +207,8 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     Scenes are tested on as many scenes with the next seed.
     """
     train, test = _open_pair(encoder, request)
-    refuse_other(encoder, train, test)
+    for part in (train, test):
+        check_like(part, stats_for(encoder))
     return _labelled(train), _labelled(test)
 
 

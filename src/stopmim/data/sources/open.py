@@ -63,6 +63,12 @@ def open_test(source: str | Path | Images) -> Images | None:
         return None
 
 
+def is_generated(source: str) -> bool:
+    """Whether the images are made on demand: they can always be had again, in two splits."""
+    stated, text = _split_prefix(_split_channels(source)[1])
+    return any(kind.generated for kind in SOURCES if kind is stated or kind.name == text)
+
+
 def keep_outside(out: Path, data: str | Path | Images) -> None:
     """Refuses a new output folder inside the images: its figures would become images.
 
