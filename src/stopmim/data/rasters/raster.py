@@ -1,0 +1,210 @@
+"""What all formats of arrays share: bytes of a file, the form of an image, and boxes of it.
+
+A raster is one open image. Its pixels are read whole or by the box, and a box of a large file is
+read without the rest where the format allows. Types that are not a `Kind` are converted to the
+nearest one that holds them, and floats that are not finite, as of missing data, become 0.
+
+Nothing trusts a header: sizes are compared with the length of the file, and with `MOST`, before
+memory is allocated.
+"""
+
+import contextlib
+import importlib
+import io
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from stopmim.config.data import Kind
+from stopmim.data.crops import Box
+from stopmim.data.decode import BadImageError, one_line
+
+MAX_CHANNELS = 64
+MAX_SIDE = 2**20
+MOST = 2**29  # bytes of pixels that are held at a time
+SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
+
+
+class Form(NamedTuple):
+    """Channels of an image, and the type of its numbers."""
+
+    channels: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.channels} channel{'s' * (self.channels != 1)} of {self.kind}"
+
+
+class Raster(Protocol):
+    """One open image."""
+
+    shape: tuple[int, int, int]  # H, W, C
+    kind: Kind
+    names: list[str]  # of the channels; [] if the file does not say
+    levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
+
+
+def form_of(raster: Raster) -> Form:
+    return Form(raster.shape[2], raster.kind)
+
+
+class Stored:
+    """The bytes of a file: all of them, or a map of a file that is large."""
+
+    def __init__(self, data: bytes | mmap.mmap, path: bytes | None = None) -> None:
+        self.data, self.path = data, path
+
+    @classmethod
+    def open(cls, path: bytes) -> "Stored":
+        # A pipe would block forever.
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImageError("not a regular file")
+            if not status.st_size:
+                raise BadImageError("empty file")
+            if status.st_size > SMALL:
+                return cls(mmap.mmap(file, 0, access=mmap.ACCESS_READ), path)
+            with open(file, "rb", buffering=0, closefd=False) as raw:
+                return cls(raw.read(), path)
+        finally:
+            os.close(file)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def part(self, at: int, size: int) -> bytes:
+        """`size` bytes from `at` on; an error if the file ends before."""
+        if not 0 <= at <= at + size <= len(self.data):
+            raise BadImageError(f"ends at byte {len(self.data)}, but has data at {at + size}")
+        return self.data[at : at + size]
+
+    def stream(self) -> BinaryIO:
+        """The same bytes for a library that reads files."""
+        if isinstance(self.data, bytes):
+            return io.BytesIO(self.data)
+        return open(self.path or b"", "rb")
+
+
+class Plain:
+    """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
+
+    levels: Sequence[Raster] = ()
+
+    def __init__(self, pixels: np.ndarray, names: Sequence[str] = ()) -> None:
+        self.pixels, self.names = pixels, list(names)
+        self.kind = kind_of(pixels.dtype)
+        height, width, channels = pixels.shape
+        self.shape = check_shape(height, width, channels)
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        check_bytes(self, box)
+        return finite(cut(self.pixels, box).astype(self.kind, copy=False))
+
+
+def kind_of(dtype: np.dtype) -> Kind:
+    """The type that numbers of `dtype` are returned as."""
+    match dtype.kind, dtype.itemsize:
+        case ("b", _) | ("u", 1):
+            return "uint8"
+        case "u", 2:
+            return "uint16"
+        case "i", 1 | 2:
+            return "int16"
+        # 24 bits of an integer are exact in float32, and 32 bits are no measured precision.
+        case (("f" | "u" | "i"), 2 | 4 | 8):
+            return "float32"
+    raise BadImageError(f"numbers of type {dtype} are not read")
+
+
+def check_shape(height: int, width: int, channels: int) -> tuple[int, int, int]:
+    """The shape of an image, if it is one that can be used."""
+    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        raise BadImageError(f"{width}x{height} pixels are not an image")
+    if not 0 < channels <= MAX_CHANNELS:
+        raise BadImageError(
+            f"{channels} planes of {width}x{height}: each is a channel, of which at most "
+            f"{MAX_CHANNELS} are possible; write one image per file"
+        )
+    return height, width, channels
+
+
+def bytes_of(raster: Raster, box: Box | None = None) -> int:
+    """Bytes of the pixels of `box`, or of the whole image."""
+    height, width = (box.height, box.width) if box else raster.shape[:2]
+    return height * width * raster.shape[2] * np.dtype(raster.kind).itemsize
+
+
+def check_bytes(raster: Raster, box: Box | None) -> None:
+    if (size := bytes_of(raster, box)) > MOST:
+        height, width = (box.height, box.width) if box else raster.shape[:2]
+        raise BadImageError(
+            f"{width}x{height} pixels of {form_of(raster)} take {size >> 20} MiB, more than the "
+            f"{MOST >> 20} MiB that are read at once"
+        )
+
+
+def cut(pixels: np.ndarray, box: Box | None) -> np.ndarray:
+    """The pixels of `box` in an array (H, W, C)."""
+    if box is None:
+        return pixels
+    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def finite(pixels: np.ndarray) -> np.ndarray:
+    """`pixels` with 0 in place of NaN and infinity."""
+    if pixels.dtype.kind != "f":
+        return pixels
+    known = np.isfinite(pixels)
+    return pixels if known.all() else np.where(known, pixels, pixels.dtype.type(0))
+
+
+def channels_last(pixels: np.ndarray, axes: Sequence[str] = ()) -> np.ndarray:
+    """A view (H, W, C) of an array of any layout.
+
+    If `axes` has names for x and y, all other axes are channels, in their order. Otherwise axes of
+    length 1 in front are dropped, and of three axes the shorter one of the first and the last are
+    the channels.
+    """
+    if "x" in axes and "y" in axes and len(axes) == pixels.ndim:
+        pixels = np.moveaxis(pixels, (axes.index("y"), axes.index("x")), (-2, -1))
+        planes = pixels.reshape(-1, *pixels.shape[-2:])
+        return planes.transpose(1, 2, 0)
+    while pixels.ndim > 3 and pixels.shape[0] == 1:
+        pixels = pixels[0]
+    if pixels.ndim == 2:
+        return pixels[:, :, None]
+    if pixels.ndim != 3:
+        raise BadImageError(f"an array {pixels.shape} is not an image (H, W) with channels")
+    return pixels.transpose(1, 2, 0) if pixels.shape[0] < pixels.shape[2] else pixels
+
+
+def extra(module: str, name: str, what: str) -> Any:
+    """Imports a package that an extra installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise BadImageError(f'{what}: needs pip install "stopmim[{name}]"') from None
+
+
+@contextlib.contextmanager
+def one_reason() -> Iterator[None]:
+    """Turns whatever a library raises on damaged files into a `BadImageError` of one line."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except OSError as error:
+        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
+    except Exception as error:
+        text = one_line(error)
+        name = type(error).__name__
+        raise BadImageError(f"{name}: {text}" if text else name) from None
