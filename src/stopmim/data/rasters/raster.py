@@ -29,6 +29,13 @@ MOST = 2**29  # bytes of pixels that are held at a time
 SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
 
 
+_AXES = {"lat": "y", "latitude": "y", "lon": "x", "longitude": "x"}
+
+
+class MissingExtraError(BadImageError):
+    """A file that a package of an extra would read."""
+
+
 class Form(NamedTuple):
     """Channels of an image, and the type of its numbers."""
 
@@ -167,24 +174,29 @@ def finite(pixels: np.ndarray) -> np.ndarray:
     return pixels if known.all() else np.where(known, pixels, pixels.dtype.type(0))
 
 
-def channels_last(pixels: np.ndarray, axes: Sequence[str] = ()) -> np.ndarray:
-    """A view (H, W, C) of an array of any layout.
+def spatial_axes(shape: Sequence[int], axes: Sequence[str] = ()) -> tuple[int, int]:
+    """The axes of y and x: those of these names, if `axes` has them.
 
-    If `axes` has names for x and y, all other axes are channels, in their order. Otherwise axes of
-    length 1 in front are dropped, and of three axes the shorter one of the first and the last are
-    the channels.
+    Otherwise axes of length 1 in front do not count, and of three others the shorter one of the
+    first and the last are the channels.
     """
-    if "x" in axes and "y" in axes and len(axes) == pixels.ndim:
-        pixels = np.moveaxis(pixels, (axes.index("y"), axes.index("x")), (-2, -1))
-        planes = pixels.reshape(-1, *pixels.shape[-2:])
-        return planes.transpose(1, 2, 0)
-    while pixels.ndim > 3 and pixels.shape[0] == 1:
-        pixels = pixels[0]
-    if pixels.ndim == 2:
-        return pixels[:, :, None]
-    if pixels.ndim != 3:
-        raise BadImageError(f"an array {pixels.shape} is not an image (H, W) with channels")
-    return pixels.transpose(1, 2, 0) if pixels.shape[0] < pixels.shape[2] else pixels
+    named = [_AXES.get(name.lower(), name) for name in axes]
+    if named.count("x") == named.count("y") == 1 and len(named) == len(shape):
+        return named.index("y"), named.index("x")
+    skipped = 0
+    while len(shape) - skipped > 3 and shape[skipped] == 1:
+        skipped += 1
+    left = shape[skipped:]
+    if len(left) not in (2, 3):
+        raise BadImageError(f"an array {tuple(shape)} is not an image (H, W) with channels")
+    first = skipped + (len(left) == 3 and left[0] < left[2])
+    return first, first + 1
+
+
+def channels_last(pixels: np.ndarray, axes: Sequence[str] = ()) -> np.ndarray:
+    """A view (H, W, C) of an array of any layout: all axes but y and x are channels, in order."""
+    pixels = np.moveaxis(pixels, spatial_axes(pixels.shape, axes), (0, 1))
+    return pixels.reshape(*pixels.shape[:2], -1)
 
 
 def extra(module: str, name: str, what: str) -> Any:
@@ -192,7 +204,7 @@ def extra(module: str, name: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise BadImageError(f'{what}: needs pip install "stopmim[{name}]"') from None
+        raise MissingExtraError(f'{what}: needs pip install "stopmim[{name}]"') from None
 
 
 @contextlib.contextmanager
