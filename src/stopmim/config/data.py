@@ -8,6 +8,7 @@ from stopmim.config.section import FractionRange, Section
 
 Kind = Literal["uint8", "uint16", "int16", "float32"]  # of the numbers of an image, as stored
 PerChannel = Annotated[tuple[float, ...], Field(min_length=1, max_length=64)]
+ChannelName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class DataConfig(Section):
@@ -23,6 +24,10 @@ class DataConfig(Section):
     """channels of an image; null: found by looking, 3 for ordinary pictures"""
     kind: Kind | None = None
     """type of the stored numbers; null: found by looking, uint8 for ordinary pictures"""
+    channel_names: Annotated[tuple[ChannelName, ...], Field(min_length=1, max_length=64)] | None = (
+        None
+    )
+    """names of the channels, as red or nir; null: those of the source, if it has any"""
     normalise: Literal["imagenet", "measured", "per-image"] | None = None
     """imagenet: its statistics; measured: own, of a sample; null: imagenet for 8-bit RGB"""
     low: PerChannel | None = None
@@ -38,12 +43,13 @@ class DataConfig(Section):
     def _one_number_per_channel(self) -> Self:
         lengths = {
             name: len(value)
-            for name in ("low", "high", "mean", "std")
+            for name in ("channel_names", "low", "high", "mean", "std")
             if (value := getattr(self, name)) is not None
         }
         for name, length in lengths.items():
             if length != (self.channels or 3):
-                raise ValueError(f"{name}: {length} numbers for {self.channels or 3} channels")
+                what = "names" if name == "channel_names" else "numbers"
+                raise ValueError(f"{name}: {length} {what} for {self.channels or 3} channels")
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"std: must be positive, got {min(self.std):g}")
         return self

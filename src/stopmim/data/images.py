@@ -52,7 +52,7 @@ class InMemory(Images, Protocol):
     """Images in one array, which may be copied to the GPU instead of being read one by one."""
 
     def resident_pixels(self) -> np.ndarray | None:
-        """All images as `read` returns them, (n, H, W, 3) uint8; None if that needs a copy."""
+        """All images as `read` returns them, (n, H, W, C); None if that needs a copy."""
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class Together(Images, Protocol):
     """Images that may be read many at a time."""
 
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if that is not possible."""
+        """Images `numbers` (B,) as one array (B, H, W, C); None if that is not possible."""
 
 
 @runtime_checkable
@@ -75,7 +75,7 @@ class FileBacked(Images, Protocol):
 
 
 def read_together(images: Images, numbers: np.ndarray) -> np.ndarray | None:
-    """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if read one by one."""
+    """Images `numbers` (B,) as one array (B, H, W, C); None if read one by one."""
     return images.read_together(numbers) if isinstance(images, Together) else None
 
 

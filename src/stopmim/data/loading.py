@@ -16,10 +16,12 @@ from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
+from stopmim.data.channels import fitting
 from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.order import batch_keys, shares
+from stopmim.data.pixels import stats_of
 from stopmim.data.workers import Watched, batches, cores_per_rank, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
@@ -28,13 +30,13 @@ Bad = list[tuple[str, str]]  # names of broken images met on the way, and the re
 
 
 class Sample(NamedTuple):
-    image: Tensor | None  # (3, S, S) uint8; None: neither the image nor its replacements work
+    image: Tensor | None  # (C, S, S), see crops.resized; None: nor do its replacements work
     augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
     bad: Bad
 
 
 class Loaded(NamedTuple):
-    images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
+    images: Tensor  # (B, C, S, S) uint8; or float32 in stored units
     augmentation: Tensor  # (B, 3) float32
     bad: Bad
 
@@ -44,7 +46,7 @@ class Crops:
 
     def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
         self.images, self.size, self.seed = images, config.image_size, config.seed
-        self.scale = config.data.crop_scale
+        self.scale, self.stats = config.data.crop_scale, stats_of(config)
         self.watched = watched or images
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
@@ -52,7 +54,7 @@ class Crops:
         bad: Bad = []
         for candidate in self._candidates(*key):
             try:
-                image = self.watched.read(candidate)
+                image = fitting(self.watched.read(candidate), self.stats)
             except BadImageError as error:
                 bad.append((self.images.name(candidate), str(error)))
                 continue
@@ -72,7 +74,7 @@ class Crops:
         images = [sample.image for sample in samples if sample.image is not None]
         whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
         if len(images) == len(samples):
-            # Stacked in their memory order, which is H, W, 3.
+            # Stacked in their memory order, which is H, W, C.
             whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
         augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
         return Loaded(shared(whole), shared(augmentation), bad)

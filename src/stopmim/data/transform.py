@@ -1,7 +1,8 @@
 """The view of a picture that encoders get, in evaluations, `encoder.features` and exports alike.
 
 Resize the shorter side to 256/224 of the encoder's size (bilinear, antialiased), cut out the middle
-as torchvision does, normalise with ImageNet's statistics. decode.py says how files are opened.
+as torchvision does, normalise with the statistics the encoder was trained with: for ordinary
+pictures ImageNet's. decode.py says how files are opened.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from stopmim.base.errors import DataError
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError, decode, from_pillow
+from stopmim.data.pixels import RGB, PixelStats
 from stopmim.method.encoder import Encoder, ImageEncoder, Picture, Pictures
 
 
@@ -31,6 +33,7 @@ class Transform:
     """Shows pictures to an encoder of `size` pixels: paths, PIL images, or pixels of 0 to 255."""
 
     size: int
+    stats: PixelStats = RGB
 
     @property
     def resize(self) -> int:
@@ -46,9 +49,9 @@ class Transform:
             several, pictures = True, list(pictures)
         every: Any = pictures if several else [pictures]
         if not every:
-            return torch.empty(0, 3, self.size, self.size)
+            return torch.empty(0, self.stats.channels, self.size, self.size)
         shown = [center_crop(pixels_of(picture), self.size, self.resize) for picture in every]
-        found = normalise(torch.stack(shown))
+        found = normalise(torch.stack(shown), self.stats)
         return found if several else found[0]
 
 
@@ -80,8 +83,8 @@ def _read(path: Path) -> np.ndarray:
         raise DataError(f"{path}: {error}") from None
 
 
-def seeing(encoder: Encoder) -> ImageEncoder:
+def seeing(encoder: Encoder, stats: PixelStats = RGB) -> ImageEncoder:
     """`encoder`, with the transform for images of its size, so that it takes pictures."""
     found: Any = encoder
-    found.transform = Transform(found.side * found.patch)
+    found.transform = Transform(found.side * found.patch, stats)
     return found

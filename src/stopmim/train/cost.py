@@ -165,7 +165,7 @@ def trial_update(
     model, step = build(config).to(device).train(), likeliest_step(config)
     make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
     generator = torch_generator("bench", device=device)
-    shape = (parts[0].stop, 3, config.image_size, config.image_size)
+    shape = (parts[0].stop, model.encoder.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator, device=device)
     sizes = build_sampler(config).sizes(config.seed, step)
 
