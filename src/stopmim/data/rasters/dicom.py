@@ -18,7 +18,6 @@ from stopmim.data.rasters.raster import (
     check_shape,
     cut,
     extra,
-    finite,
     one_reason,
 )
 
@@ -73,7 +72,7 @@ class Dicom:
         else:  # (F, H, W) or (F, H, W, S)
             pixels = np.moveaxis(pixels.reshape(self.frames, height, width, -1), 0, 2)
             pixels = pixels.reshape(self.shape)
-        return finite(self._measured(cut(pixels, box)))
+        return self._measured(cut(pixels, box))
 
     def _range(self) -> tuple[int, int]:
         """Smallest and largest stored value."""
@@ -90,7 +89,7 @@ class Dicom:
             return "int16" if self.signed else "uint8" if self.bits <= 8 else "uint16"
         ends = [self.slope * value + self.intercept for value in self._range()]
         whole = self.slope.is_integer() and self.intercept.is_integer()
-        fits = -(2**15) <= min(ends) and max(ends) < 2**15
+        fits = min(ends) >= -(2**15) and max(ends) < 2**15
         return "int16" if whole and fits else "float32"
 
     def _measured(self, stored: np.ndarray) -> np.ndarray:

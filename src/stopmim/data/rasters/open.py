@@ -14,6 +14,7 @@ from stopmim.data.rasters.npy import MAGIC as NPY
 from stopmim.data.rasters.npy import open_npy, open_npz
 from stopmim.data.rasters.pictures import is_deep, open_picture
 from stopmim.data.rasters.raster import (
+    SMALL,
     Form,
     MissingExtraError,
     Raster,
@@ -37,9 +38,15 @@ HEAD = 1024  # bytes that tell the format
 def open_raster(path: bytes) -> Raster:
     """The image in a file, or in a folder of zarr; the format is detected from the content."""
     with one_reason():
-        if path.lower().endswith(ZARR) and os.path.isdir(path):
-            return open_zarr(path)
-        return _open(Stored.open(path))
+        stored = load(path)
+        return _open(stored) if isinstance(stored, Stored) else stored
+
+
+def load(path: bytes, small: int = SMALL) -> Stored | Raster:
+    """The bytes of a file, for `find_form`; or the array in a folder of zarr."""
+    if path.lower().endswith(ZARR) and os.path.isdir(path):
+        return open_zarr(path)
+    return Stored.open(path, small)
 
 
 def open_bytes(data: bytes) -> Raster:
@@ -71,51 +78,56 @@ def is_ordinary(stored: Stored) -> bool:
     return not (is_deep(start) or start.startswith((NPY, ZIP)) or is_dicom(start))
 
 
-def look(
+def find_form(
     source: str,
     names: Sequence[bytes],
     load: Callable[[int], Stored | Raster],
     *,
-    arrays: bool = False,
+    arrays: bool | None = None,
 ) -> Form | None:
     """The common form of the arrays `names`; None if they are ordinary pictures.
 
-    `SAMPLE` of the files are looked at, evenly spaced: what they are does not depend on chance. If
-    at least half of them are pictures, all are read as such: then a few others are pictures of an
-    unusual kind, or broken. `arrays`: pictures are arrays, too.
+    `SAMPLE` files are looked at, evenly spaced. If at least half of them are pictures, all are read
+    as pictures: then the others are unusual ones, or broken. `arrays` decides instead of looking.
     """
-    found: list[tuple[bytes, Form | None]] = []
+    if arrays is False:
+        return None
+    found: list[tuple[str, Form | None]] = []
     for i in np.unique(np.linspace(0, len(names) - 1, SAMPLE).astype(int)).tolist():
+        if not arrays and not names[i].lower().endswith((*EITHER, *ARRAYS)):
+            found.append((os.fsdecode(names[i]), None))
+            continue
         try:
             with one_reason():
-                found.append((names[i], _form(names[i], load, i, arrays)))
+                found.append((os.fsdecode(names[i]), _form(load(i), bool(arrays))))
         except MissingExtraError as error:
             raise UserError(f"{source}: {error}") from None
         except BadImageError:  # reading it will say why
             continue
-    pictures = [name for name, form in found if form is None]
-    if 2 * len(pictures) >= len(found):
+    if 2 * sum(form is None for _, form in found) >= len(found):
         return None
     first, form = next((name, form) for name, form in found if form is not None)
-    for other, another in found:
-        if another != form:
-            what = another or "an ordinary picture"
+    for name, other in found:
+        if other is None or not other.is_like(form):
+            what = f"has {other}" if other else "is an ordinary picture"
             raise DataError(
-                f"{source}: {os.fsdecode(first)!r} has {form}, but {os.fsdecode(other)!r} "
-                f"{'has' if another else 'is'} {what}; put images of one kind in a folder, or "
-                f"read all as pictures with the prefix pictures:"
+                f"{source}: {first} has {form}, but {name} {what}; "
+                f"put images of one kind in a folder, or read all as pictures: pictures:FOLDER"
             )
     return form
 
 
-def _form(name: bytes, load: Callable[[int], Stored | Raster], i: int, arrays: bool) -> Form | None:
-    lower = name.lower()
-    if not arrays and not lower.endswith((*EITHER, *ARRAYS)):
-        return None
-    loaded = load(i)
+def _form(loaded: Stored | Raster, arrays: bool) -> Form | None:
     if isinstance(loaded, Stored):
         if not arrays and is_ordinary(loaded):
             return None
         loaded = _open(loaded)
     loaded.read(Box(0, 0, 1, 1))  # a missing decoder is noticed at once
     return form_of(loaded)
+
+
+def checked(raster: Raster, form: Form) -> Raster:
+    """`raster`, if it is like the others of its source."""
+    if not (own := form_of(raster)).is_like(form):
+        raise BadImageError(f"{own}, where the others have {form}")
+    return raster

@@ -14,7 +14,6 @@ from stopmim.data.rasters.raster import (
     check_shape,
     cut,
     extra,
-    finite,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -78,4 +77,4 @@ class Picture:
         else:
             with opened(bytes(self.stored.data)) as image:
                 pixels = np.asarray(image if image.mode in _MODES else image.convert("RGB"))
-        return finite(cut(pixels.reshape(self.shape), box))
+        return cut(pixels.reshape(self.shape), box)

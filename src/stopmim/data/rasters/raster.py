@@ -1,8 +1,8 @@
 """What all formats of arrays share: bytes of a file, the form of an image, and boxes of it.
 
 A raster is one open image. Its pixels are read whole or by the box, and a box of a large file is
-read without the rest where the format allows. Types that are not a `Kind` are converted to the
-nearest one that holds them, and floats that are not finite, as of missing data, become 0.
+read without the rest where the format allows. Numbers of other types are converted as channels.py
+says; NaN stays, as a mark of missing data.
 
 Nothing trusts a header: sizes are compared with the length of the file, and with `MOST`, before
 memory is allocated.
@@ -20,10 +20,11 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from stopmim.config.data import Kind
+from stopmim.data.channels import MOST as MAX_CHANNELS
+from stopmim.data.channels import as_kind, described
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError, one_line
 
-MAX_CHANNELS = 64
 MAX_SIDE = 2**20
 MOST = 2**29  # bytes of pixels that are held at a time
 SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
@@ -41,9 +42,13 @@ class Form(NamedTuple):
 
     channels: int
     kind: Kind
+    names: tuple[str, ...] = ()  # of the channels, if they have names
+
+    def is_like(self, other: "Form") -> bool:
+        return self[:2] == other[:2]
 
     def __str__(self) -> str:
-        return f"{self.channels} channel{'s' * (self.channels != 1)} of {self.kind}"
+        return described(self.channels, self.kind)
 
 
 class Raster(Protocol):
@@ -59,7 +64,7 @@ class Raster(Protocol):
 
 
 def form_of(raster: Raster) -> Form:
-    return Form(raster.shape[2], raster.kind)
+    return Form(raster.shape[2], raster.kind, tuple(raster.names))
 
 
 class Stored:
@@ -69,7 +74,8 @@ class Stored:
         self.data, self.path = data, path
 
     @classmethod
-    def open(cls, path: bytes) -> "Stored":
+    def open(cls, path: bytes, small: int = SMALL) -> "Stored":
+        """The file at `path`, read if it has no more bytes than `small`."""
         # A pipe would block forever.
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
@@ -78,7 +84,7 @@ class Stored:
                 raise BadImageError("not a regular file")
             if not status.st_size:
                 raise BadImageError("empty file")
-            if status.st_size > SMALL:
+            if status.st_size > small:
                 return cls(mmap.mmap(file, 0, access=mmap.ACCESS_READ), path)
             with open(file, "rb", buffering=0, closefd=False) as raw:
                 return cls(raw.read(), path)
@@ -114,22 +120,16 @@ class Plain:
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, box)
-        return finite(cut(self.pixels, box).astype(self.kind, copy=False))
+        return cut(self.pixels, box).astype(self.kind, copy=False)
 
 
 def kind_of(dtype: np.dtype) -> Kind:
     """The type that numbers of `dtype` are returned as."""
-    match dtype.kind, dtype.itemsize:
-        case ("b", _) | ("u", 1):
-            return "uint8"
-        case "u", 2:
-            return "uint16"
-        case "i", 1 | 2:
-            return "int16"
-        # 24 bits of an integer are exact in float32, and 32 bits are no measured precision.
-        case (("f" | "u" | "i"), 2 | 4 | 8):
-            return "float32"
-    raise BadImageError(f"numbers of type {dtype} are not read")
+    converted = as_kind(np.empty(0, dtype.newbyteorder("=")))
+    if converted is None:
+        raise BadImageError(f"numbers of type {dtype} are not read")
+    kind: Any = converted.dtype.name
+    return kind
 
 
 def check_shape(height: int, width: int, channels: int) -> tuple[int, int, int]:
@@ -154,7 +154,7 @@ def check_bytes(raster: Raster, box: Box | None) -> None:
     if (size := bytes_of(raster, box)) > MOST:
         height, width = (box.height, box.width) if box else raster.shape[:2]
         raise BadImageError(
-            f"{width}x{height} pixels of {form_of(raster)} take {size >> 20} MiB, more than the "
+            f"{width}x{height} pixels, {form_of(raster)}, are {size >> 20} MiB, more than the "
             f"{MOST >> 20} MiB that are read at once"
         )
 
@@ -164,14 +164,6 @@ def cut(pixels: np.ndarray, box: Box | None) -> np.ndarray:
     if box is None:
         return pixels
     return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-
-
-def finite(pixels: np.ndarray) -> np.ndarray:
-    """`pixels` with 0 in place of NaN and infinity."""
-    if pixels.dtype.kind != "f":
-        return pixels
-    known = np.isfinite(pixels)
-    return pixels if known.all() else np.where(known, pixels, pixels.dtype.type(0))
 
 
 def spatial_axes(shape: Sequence[int], axes: Sequence[str] = ()) -> tuple[int, int]:

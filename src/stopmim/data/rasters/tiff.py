@@ -26,7 +26,6 @@ from stopmim.data.rasters.raster import (
     check_bytes,
     check_shape,
     extra,
-    finite,
     kind_of,
 )
 from stopmim.data.rasters.tiff_tags import Directories, Page
@@ -143,7 +142,7 @@ class Tiff:
         found = np.empty((self.shape[2], box.height, box.width), self.kind)
         for number, page in enumerate(self.pages):
             self._fill(found[number * page.samples : (number + 1) * page.samples], page, box)
-        return finite(found.transpose(1, 2, 0))
+        return found.transpose(1, 2, 0)
 
     def _fill(self, planes: np.ndarray, page: Page, box: Box) -> None:
         """Reads `box` of a page into `planes` (S, h, w)."""

@@ -24,7 +24,6 @@ from stopmim.data.rasters.raster import (
     check_bytes,
     check_shape,
     extra,
-    finite,
     kind_of,
     spatial_axes,
 )
@@ -32,6 +31,7 @@ from stopmim.data.rasters.raster import (
 MAX_METADATA = 2**20
 CODECS = ("blosc", "bz2", "lz4", "lzma", "zstd")  # of imagecodecs; gzip and zlib are Python's own
 SUFFIX = b".zarr"
+METADATA = (b"zarr.json", b".zarray", b".zgroup")
 
 
 def open_zarr(path: bytes) -> Raster:
@@ -88,7 +88,7 @@ class Zarr:
                 start = [i * n - a for i, n, a in zip(number, layout.chunks, begin, strict=True)]
                 _paste(found, chunk, start)
         pixels = np.moveaxis(found, (self.y, self.x), (0, 1))
-        return finite(pixels.reshape(box.height, box.width, -1))
+        return pixels.reshape(box.height, box.width, -1)
 
     def _chunk(self, number: tuple[int, ...]) -> np.ndarray | None:
         """One chunk; None if it was left out, being all `fill`."""
@@ -208,9 +208,16 @@ class _Layout:
         return self.separator.join([*self.prefix, *map(str, number)])
 
 
+def metadata_size(path: bytes) -> int:
+    """Bytes of the metadata of an array or a group; -1 if there are none."""
+    sizes = [os.stat(os.path.join(path, name)).st_size for name in METADATA
+             if os.path.isfile(os.path.join(path, name))]  # fmt: skip
+    return sizes[0] if sizes else -1
+
+
 def _about(path: bytes) -> dict[str, Any]:
     """The metadata of an array or a group, with its attributes."""
-    for name in (b"zarr.json", b".zarray", b".zgroup"):
+    for name in METADATA:
         if os.path.isfile(place := os.path.join(path, name)):
             about = _json(place)
             attributes = os.path.join(path, b".zattrs")

@@ -7,7 +7,8 @@ from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
-from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
+from stopmim.data.sources.folder import AS_ARRAYS, FOLDER, PICTURES, SPLITS, Folder
+from stopmim.data.sources.groups import GROUPS
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
 from stopmim.data.sources.parquet import PARQUET
@@ -17,7 +18,8 @@ from stopmim.data.sources.source import Source, Split, printable
 from stopmim.data.sources.tar import TAR
 
 # In the order of recognition: known layouts of folders first, any folder last.
-SOURCES = [SCENES, CLEVR, INAT2018, CIFAR100, DAVIS, PARQUET, TAR, SPLITS, NPZ, LIST, FOLDER]
+SOURCES = [SCENES, CLEVR, INAT2018, CIFAR100, DAVIS, PARQUET, TAR, SPLITS, NPZ, GROUPS, LIST,
+           FOLDER, PICTURES, AS_ARRAYS]  # fmt: skip
 
 
 def open_images(source: str | Path | Images, split: Split | None = None) -> Images:

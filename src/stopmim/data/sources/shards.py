@@ -10,7 +10,8 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.images import stamp_files
-from stopmim.data.sources.folder import TEST_NAMES, has_splits, holds_images, split_folder
+from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
+from stopmim.data.sources.scanning import holds_images
 from stopmim.data.sources.source import Split, no_split, printable
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
