@@ -9,7 +9,8 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Chunked, Images, read_together, stamp
+from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
+from stopmim.data.rasters.raster import Raster
 
 
 class Subset:
@@ -33,6 +34,9 @@ class Subset:
 
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
         return read_together(self.images, self.kept[numbers])
+
+    def open(self, i: int) -> Raster | None:
+        return open_image(self.images, int(self.kept[i]))
 
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))
