@@ -25,9 +25,10 @@ data.rasters.npy data.rasters.pictures data.rasters.dicom data.rasters.tiff_tags
 data.rasters.zarr data.rasters.stack data.rasters.windows data.rasters.open data.images
 data.index_cache data.scene data.sources data.order data.render data.resident data.subset
 data.transform data.workers data.sources.source data.looking data.loading data.skip
-data.sources.arrays data.sources.scanning data.sources.folder data.sources.groups
-data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
-data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.facts data.check
+data.sources.arrays data.sources.formed data.sources.scanning data.sources.folder
+data.sources.groups data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes
+data.sources.shards data.videos data.sources.parquet data.sources.tar data.sources.open data
+data.duplicates data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit

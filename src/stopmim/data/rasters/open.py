@@ -84,17 +84,19 @@ def find_form(
     load: Callable[[int], Stored | Raster],
     *,
     arrays: bool | None = None,
+    named: bool = True,
 ) -> Form | None:
     """The common form of the arrays `names`; None if they are ordinary pictures.
 
     `SAMPLE` files are looked at, evenly spaced. If at least half of them are pictures, all are read
     as pictures: then the others are unusual ones, or broken. `arrays` decides instead of looking.
+    `named`: a file that is called x.jpg is a picture, and need not be opened.
     """
     if arrays is False:
         return None
     found: list[tuple[str, Form | None]] = []
     for i in np.unique(np.linspace(0, len(names) - 1, SAMPLE).astype(int)).tolist():
-        if not arrays and not names[i].lower().endswith((*EITHER, *ARRAYS)):
+        if named and not arrays and not names[i].lower().endswith((*EITHER, *ARRAYS)):
             found.append((os.fsdecode(names[i]), None))
             continue
         try:

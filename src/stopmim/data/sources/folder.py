@@ -13,13 +13,13 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import EXTENSIONS, BadImageError, decode
+from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.images import stamp_files
-from stopmim.data.rasters.open import ARRAYS, checked, find_form, load, open_raster
+from stopmim.data.rasters.open import ARRAYS, load, open_raster
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
-from stopmim.data.rasters.raster import Raster, Stored, one_reason
-from stopmim.data.rasters.windows import read_whole
+from stopmim.data.rasters.raster import Raster, Stored
 from stopmim.data.rasters.zarr import metadata_size
+from stopmim.data.sources.formed import Formed
 from stopmim.data.sources.scanning import (
     class_folders,
     describe_others,
@@ -36,11 +36,8 @@ SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 MAX_BYTES = 2**30
 
 
-class Files:
-    """Image files at given paths below `root`, with their paths and sizes as fingerprint.
-
-    They are pictures, or arrays of one `form`, which is then part of the fingerprint.
-    """
+class Files(Formed):
+    """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
     label_hint = "put them in one folder per class, or give FOLDER@LIST with a list of PATH,LABEL"
 
@@ -57,7 +54,7 @@ class Files:
                 f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
             )
         self.fingerprint = hash_files(paths, sizes)
-        self._look(printable(root))
+        self.look(printable(root), self._paths)
 
     def _set_root(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
@@ -77,31 +74,16 @@ class Files:
             numbers = np.array([self.classes.index(c) for c in found], np.int64)
             self.labels = {"class": np.append(numbers, -1)[label]}
 
-    def _look(self, name: str, arrays: bool | None = None) -> None:
-        """Finds out whether the files are arrays; `arrays` decides instead."""
-        self.form = find_form(name, self._paths, self._load, arrays=arrays)
-        if self.form:
-            self.channels, self.kind = self.form.channels, self.form.kind
-            self.channel_names = list(self.form.names)
-            text = f"{self.fingerprint} {self.channels} {self.kind}"
-            self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-
-    def _load(self, i: int) -> Stored | Raster:
-        return load(self._root + self._paths[i], small=0)
-
     def __len__(self) -> int:
         return len(self._paths)
 
-    def open(self, i: int) -> Raster | None:
-        return self.form and checked(self._raster(i), self.form)
+    def _glance(self, i: int) -> Stored | Raster:
+        return load(self._root + self._paths[i], small=0)
 
     def _raster(self, i: int) -> Raster:
         return open_raster(self._root + self._paths[i])
 
-    def read(self, i: int) -> np.ndarray:
-        if (raster := self.open(i)) is not None:
-            with one_reason():
-                return read_whole(raster)
+    def _data(self, i: int) -> bytes:
         try:
             with open(self._root + self._paths[i], "rb") as file:
                 if os.fstat(file.fileno()).st_size > MAX_BYTES:
@@ -109,7 +91,7 @@ class Files:
                 data = file.read()
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
-        return decode(data)
+        return data
 
     def name(self, i: int) -> str:
         """Path of image `i` relative to the root."""
@@ -149,7 +131,7 @@ class Folder(Files):
         self.others = unpack_counts(index["others"])
         found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
         self._label(name, found, index["label"], classes)
-        self._look(name, arrays)
+        self.look(name, self._paths, arrays=arrays)
 
     @property
     def loose(self) -> int:

@@ -62,12 +62,12 @@ class Groups(Files):
         self.fingerprint = hash_files(paths, file_sizes(self._root, paths))
         folders, label = path_classes(whole)
         self._label(name, [printable(folder) for folder in folders], label, classes)
-        self._look(name, arrays=True)
+        self.look(name, self._paths, arrays=True)
         if self.form is None:
             self._raster(0)  # says why not
             raise DataError(f"{name}: none of the images that were looked at can be read")
 
-    def _load(self, i: int) -> Raster:
+    def _glance(self, i: int) -> Raster:
         return self._raster(i)
 
     def _raster(self, i: int) -> Raster:
