@@ -22,8 +22,8 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, open_image
 from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import stats_of
-from stopmim.data.rasters.raster import Raster, bytes_of, one_reason
-from stopmim.data.rasters.windows import LARGE, read_view
+from stopmim.data.rasters.raster import Raster, bytes_of
+from stopmim.data.rasters.windows import LARGE, read_view, read_whole
 from stopmim.data.workers import Watched, batches, cores_per_rank, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
@@ -71,8 +71,7 @@ class Crops:
         box = crop_box(rng, height, width, crop_scale(self.data, height, width))
         if isinstance(image, np.ndarray):
             return resized_crop(image, box, self.size)
-        with one_reason():
-            pixels = fitting(read_view(image, box, self.size), self.stats)
+        pixels = fitting(read_view(image, box, self.size), self.stats)
         return resized(pixels, self.size, self.size)
 
     def _open(self, number: int) -> np.ndarray | Raster:
@@ -84,8 +83,7 @@ class Crops:
         if image is None:
             image = fitting(self.images.read(number), self.stats)
         elif bytes_of(image) <= LARGE:
-            with one_reason():
-                image = fitting(image.read(), self.stats)
+            image = fitting(read_whole(image), self.stats)
         self.opened = number, image
         return image
 

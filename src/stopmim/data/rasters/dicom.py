@@ -22,6 +22,7 @@ from stopmim.data.rasters.raster import (
 )
 
 MARK = b"DICM"  # at byte 128
+DEFLATED = b"1.2.840.10008.1.2.1.99"  # transfer syntax
 
 
 def is_dicom(start: bytes) -> bool:
@@ -37,6 +38,8 @@ class Dicom:
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
         self.names = []
+        if DEFLATED in stored.data[:1024]:  # pydicom would unpack it whole, to any size
+            raise BadImageError("deflated DICOM is not read; decompress it first")
         with quiet, stored.stream() as stream, one_reason():
             # Without the marker pydicom would take any file for one.
             self.file = pydicom.dcmread(stream, specific_tags=_TAGS, stop_before_pixels=True)

@@ -12,7 +12,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.raster import MOST, Plain, Stored, channels_last
 
 MAGIC = b"\x93NUMPY"
-MAX_HEADER = 2**16
+MAX_HEADER = 10_000  # bytes; NumPy's own limit
 
 Header = tuple[tuple[int, ...], bool, np.dtype]  # shape, whether in Fortran's order, type
 
@@ -50,7 +50,7 @@ def _header(start: io.BytesIO) -> Header:
         if np.lib.format.read_magic(start) == (1, 0):
             return np.lib.format.read_array_header_1_0(start, max_header_size=MAX_HEADER)
         return np.lib.format.read_array_header_2_0(start, max_header_size=MAX_HEADER)
-    except (ValueError, SyntaxError, tokenize.TokenError, TypeError, RecursionError):
+    except (ValueError, SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError):
         raise BadImageError("not a .npy file with a valid header") from None
 
 

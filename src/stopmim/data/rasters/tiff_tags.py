@@ -60,7 +60,7 @@ class Page(NamedTuple):
     reduced: bool  # a smaller copy of another page
     tiled: bool
     segments: Segments
-    tags: dict[int, Values]  # texts, and offsets of subfiles
+    tags: dict[int, Values]  # all but the offsets
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -91,24 +91,12 @@ class Directories:
         self.seen = set[int]()
         self.known: dict[tuple[int, int, int, bytes], Values] = {}  # most entries recur
 
-    def chain(self, at: int | None = None) -> list[Page]:
-        """The pages that begin at `at`, by default the main ones of the file."""
-        pages, at = list[Page](), self.first if at is None else at
-        last: dict[int, Values] = {}
+    def chain(self) -> list[Page]:
+        """The main pages of the file."""
+        pages, at = list[Page](), self.first
         while at:
-            if at in self.seen:
-                raise BadImageError("directories that loop")
-            if len(self.seen) == MAX_PAGES:
-                raise BadImageError(f"more than {MAX_PAGES} directories")
-            self.seen.add(at)
-            tags, at = self._tags(at)
-            offsets = tags.pop(TILE_OFFSETS if TILE_OFFSETS in tags else STRIP_OFFSETS, ())
-            # The pages of a stack differ in little else.
-            page = pages[-1] if tags == last else _page(tags, self.order)
-            if len(offsets) != len(page.segments.sizes):
-                raise BadImageError(f"{len(offsets)} parts, but {len(page.segments.sizes)} sizes")
-            pages.append(page._replace(segments=page.segments._replace(offsets=tuple(offsets))))
-            last = tags
+            page, at = self._page(at, pages[-1] if pages else None)
+            pages.append(page)
         if not pages:
             raise BadImageError("no image in this TIFF file")
         return pages
@@ -116,7 +104,23 @@ class Directories:
     def below(self, page: Page) -> list[Page]:
         """The subfiles of a page, such as smaller copies of it."""
         offsets = page.tags.get(SUBFILES, ())
-        return [self.chain(int(at))[0] for at in offsets if int(at) not in self.seen]
+        return [self._page(at)[0] for at in offsets if at not in self.seen]
+
+    def _page(self, at: int, before: Page | None = None) -> tuple[Page, int]:
+        """The page whose directory is at byte `at`, and where the next one is."""
+        if at in self.seen:
+            raise BadImageError("directories that loop")
+        if len(self.seen) == MAX_PAGES:
+            raise BadImageError(f"more than {MAX_PAGES} directories")
+        self.seen.add(at)
+        tags, following = self._tags(at)
+        offsets = tags.pop(TILE_OFFSETS if TILE_OFFSETS in tags else STRIP_OFFSETS, ())
+        # The pages of a stack differ in little else.
+        page = before if before and before.tags == tags else _page(tags, self.order)
+        if len(offsets) != len(page.segments.sizes):
+            raise BadImageError(f"{len(offsets)} parts, but {len(page.segments.sizes)} sizes")
+        segments = page.segments._replace(offsets=tuple(offsets))
+        return page._replace(segments=segments), following
 
     def _tags(self, at: int) -> tuple[dict[int, Values], int]:
         (n,) = self.count.unpack(self.stored.part(at, self.count.size))
@@ -173,7 +177,7 @@ def _page(tags: dict[int, Values], order: str) -> Page:
         reduced=bool(one(SUBFILE_TYPE, 0) & 1),
         tiled=tiled,
         segments=_segments(tags, height, width, samples if separate else 1),
-        tags={tag: tags[tag] for tag in (*_TEXTS, SUBFILES) if tag in tags},
+        tags=tags,
     )
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from stopmim.data.crops import Box
-from stopmim.data.rasters.raster import MOST, Raster, bytes_of
+from stopmim.data.rasters.raster import MOST, Raster, bytes_of, one_reason
 
 LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
 STRIP = 2**26  # bytes that are read at a time of a part that does not fit
@@ -16,7 +16,8 @@ def read_whole(raster: Raster) -> np.ndarray:
     """The image; one of more than `MOST` bytes is shrunk while it is read."""
     every = [raster, *raster.levels]
     fits = next((level for level in every if bytes_of(level) <= MOST), None)
-    return fits.read() if fits else _shrunk(raster, Box(0, 0, *raster.shape[:2]))
+    with one_reason():
+        return fits.read() if fits else _shrunk(raster, Box(0, 0, *raster.shape[:2]))
 
 
 def read_view(raster: Raster, box: Box, size: int) -> np.ndarray:
@@ -40,7 +41,8 @@ def _on_level(box: Box, raster: Raster, level: Raster) -> Box:
 
 
 def _bounded(raster: Raster, box: Box) -> np.ndarray:
-    return raster.read(box) if bytes_of(raster, box) <= MOST else _shrunk(raster, box)
+    with one_reason():
+        return raster.read(box) if bytes_of(raster, box) <= MOST else _shrunk(raster, box)
 
 
 def _shrunk(raster: Raster, box: Box) -> np.ndarray:

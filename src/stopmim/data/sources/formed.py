@@ -7,7 +7,7 @@ import numpy as np
 
 from stopmim.data.decode import decode
 from stopmim.data.rasters.open import checked, find_form, open_bytes
-from stopmim.data.rasters.raster import Form, Raster, Stored, one_reason
+from stopmim.data.rasters.raster import Form, Raster, Stored
 from stopmim.data.rasters.windows import read_whole
 
 
@@ -32,10 +32,8 @@ class Formed:
         return self.form and checked(self._raster(i), self.form)
 
     def read(self, i: int) -> np.ndarray:
-        if (raster := self.open(i)) is None:
-            return decode(self._data(i))
-        with one_reason():
-            return read_whole(raster)
+        raster = self.open(i)
+        return decode(self._data(i)) if raster is None else read_whole(raster)
 
     def _data(self, i: int) -> bytes:
         """The file of image `i`; raises BadImageError if it cannot be read."""
