@@ -28,7 +28,7 @@ data.transform data.workers data.sources.source data.looking data.loading data.s
 data.sources.arrays data.sources.formed data.sources.scanning data.sources.folder
 data.sources.groups data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes
 data.sources.shards data.videos data.sources.parquet data.sources.tar data.sources.open data
-data.duplicates data.facts data.check
+data.duplicates data.planes data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit

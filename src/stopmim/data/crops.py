@@ -19,9 +19,7 @@ from stopmim.data.pixels import RGB, PixelStats
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
-# Of `per_image`, in standard deviations: of the data set, below which an image has no contrast to
-# stretch; of the image, beyond which one bright spot would drown all others.
-FLAT, HIGHEST = 1e-2, 10.0
+FLAT = 1e-2  # of the deviation of the data set; an image with less has no contrast to stretch
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
@@ -76,7 +74,7 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     pixels in a third of the time, if they are small.
     """
     if image.dtype != np.uint8:
-        image = _finite(image).astype(np.float32)
+        image = finite(image).astype(np.float32)
     # A contiguous copy in memory order H, W, C, viewed as a batch: torch then resizes the three
     # channels together, in two thirds of the time of a strided view or of 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))
@@ -85,7 +83,7 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     return found if pixels.ndim == 4 else found[0]
 
 
-def _finite(image: np.ndarray) -> np.ndarray:
+def finite(image: np.ndarray) -> np.ndarray:
     """`image` (..., H, W, C), with the smallest finite value of a channel for NaN and infinity.
 
     Replaced before resizing, which would spread them; where a whole channel is missing, it is 0.
@@ -192,5 +190,5 @@ def normalise(images: Tensor, stats: PixelStats = RGB) -> Tensor:
     found = torch.stack([(x - mean) / std for x, mean, std in each], dim=1)
     if stats.per_image:  # in units of the data set first: a plane that is almost constant stays so
         mean, std = found.mean((2, 3), keepdim=True), found.std((2, 3), keepdim=True, correction=0)
-        found = ((found - mean) / std.clamp(min=FLAT)).clamp(-HIGHEST, HIGHEST)
+        found = (found - mean) / std.clamp(min=FLAT)
     return found

@@ -4,6 +4,7 @@ Everything is a function of (seed, epoch, image number). Neither the number of w
 at which a run resumes changes a sample.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stopmim.base.console import is_first_rank, say
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
@@ -133,10 +135,24 @@ def loader(
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, augmentation, [])
         return
+    _hint_at_pixels(images, config)
     for whole, augmentation, bad in read_crops(images, config, order):
         if device.type == "cuda":
             whole, augmentation = whole.pin_memory(), augmentation.pin_memory()
         yield Loaded(whole, augmentation, bad)
+
+
+def _hint_at_pixels(images: Images, config: Config) -> None:
+    """Says what to do if a crop reads most of an image, and the image is large."""
+    with contextlib.suppress(BadImageError):  # training will name it
+        first = open_image(images, 0) if config.data.crop_pixels is None else None
+        if first and bytes_of(first) > LARGE and not first.levels and is_first_rank():
+            size = config.image_size
+            say(
+                f"{images.name(0)}: {first.shape[1]}x{first.shape[0]} pixels, of which a crop reads "
+                f"{config.data.crop_scale[0]:.0%} or more; --data.crop_pixels {size} {4 * size} "
+                f"crops squares of so many pixels instead"
+            )
 
 
 def read_crops(

@@ -16,8 +16,9 @@ from stopmim.config.data import Kind
 from stopmim.config.schema import Config
 from stopmim.data.channels import MOST, as_kind, described
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Images
+from stopmim.data.images import Images, open_image
 from stopmim.data.pixels import RGB, PixelStats
+from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import Watched, batches
 
 FEW = 3  # images that are read to see their channels
@@ -40,6 +41,13 @@ class Seen(NamedTuple):
     @property
     def is_rgb(self) -> bool:
         return (self.channels, self.kind) == (RGB.channels, RGB.kind)
+
+    @property
+    def stats(self) -> PixelStats:
+        """Statistics before any are measured: only channels and type mean something."""
+        if self.is_rgb:
+            return RGB
+        return PixelStats((0.0,) * self.channels, (1.0,) * self.channels, kind=self.kind)
 
     def __str__(self) -> str:
         return described(self.channels, self.kind)
@@ -65,6 +73,17 @@ def look(images: Images, config: Config | None = None) -> Seen:
     if not 1 <= channels <= MOST:
         raise DataError(f"{images.name(0)}: {channels} channels; expected 1 to {MOST}")
     return Seen(channels, kind, names if names and len(names) == channels else None)
+
+
+def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> None:
+    """Raises DataError if `who` was trained on images of other channels, or of another type."""
+    seen = look(images) if len(images) else Seen(stats.channels, stats.kind)
+    if seen[:2] != (stats.channels, stats.kind):
+        wanted = described(stats.channels, stats.kind)
+        raise DataError(
+            f"{who} takes images of {wanted}; {images.name(0)} has {seen}; give images like those "
+            f"of its training, or some of their channels, as channels:0,1,2:DATA"
+        )
 
 
 def measure(images: Images, seen: Seen, config: Config) -> tuple[PixelStats, int]:
@@ -130,7 +149,11 @@ def _answers(watched: Watched, make: Any, numbers: list[int]) -> list[Any]:
     found = []
     for i in numbers:
         try:
-            found.append(make(watched.read(i), i))
+            with watched.reading_image(i):
+                raster = open_image(watched.images, i)
+                rng = numpy_generator("parts", i)
+                pixels = watched.images.read(i) if raster is None else read_sample(raster, rng)
+            found.append(make(pixels, i))
         except BadImageError:
             found.append(None)
     return found

@@ -10,7 +10,6 @@ import torch
 
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import Config
-from stopmim.data.transform import seeing
 from stopmim.method.encoder import ImageEncoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
 from stopmim.weights.format import Format, WeightFile
@@ -62,7 +61,8 @@ def load_encoder(
     if branch not in ("target", "context"):
         raise ValueError(f'branch must be "target" or "context", got {branch!r}')
     file = WeightFile.at(path, heads)
-    return seeing(format_of(file).encoder(file, branch))
+    known = format_of(file)
+    return known.seeing(file, known.encoder(file, branch))
 
 
 def load_model(
@@ -73,7 +73,11 @@ def load_model(
     `decoder_heads` is needed for a decoder of MAE that is not 512 wide.
     """
     file = WeightFile.at(path, heads, decoder_heads)
-    return format_of(file).model(file)
+    known = format_of(file)
+    model = known.model(file)
+    for encoder in (model.encoder, model.branch()):
+        known.seeing(file, encoder)
+    return model
 
 
 def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:

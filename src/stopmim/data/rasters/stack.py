@@ -1,4 +1,4 @@
-"""Several files as the channels of one image."""
+"""Channels put together: those of several files, or some of an image."""
 
 from collections.abc import Sequence
 
@@ -31,3 +31,18 @@ class Stack:
 
     def read(self, box: Box | None = None) -> np.ndarray:
         return np.concatenate([part.read(box) for part in self.parts], axis=2)
+
+
+class Some:
+    """Some channels of an image, in this order."""
+
+    def __init__(self, whole: Raster, index: Sequence[int]) -> None:
+        self.whole, self.index = whole, list(index)
+        if max(self.index) >= whole.shape[2]:
+            raise BadImageError(f"{whole.shape[2]} channels; channel {max(self.index)} is missing")
+        self.kind, self.shape = whole.kind, (*whole.shape[:2], len(self.index))
+        self.names = [whole.names[i] for i in self.index] if whole.names else []
+        self.levels = [Some(level, index) for level in whole.levels]
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        return self.whole.read(box)[:, :, self.index]

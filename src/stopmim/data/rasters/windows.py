@@ -9,6 +9,7 @@ from stopmim.data.rasters.raster import MOST, Raster, bytes_of, one_reason
 
 LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
 STRIP = 2**26  # bytes that are read at a time of a part that does not fit
+PARTS, PART = 16, 256  # number and side of the squares that statistics of a large image are of
 SPARE = 2  # pixels per pixel of a view that are read, so that shrinking still filters them
 
 
@@ -18,6 +19,18 @@ def read_whole(raster: Raster) -> np.ndarray:
     fits = next((level for level in every if bytes_of(level) <= MOST), None)
     with one_reason():
         return fits.read() if fits else _shrunk(raster, Box(0, 0, *raster.shape[:2]))
+
+
+def read_sample(raster: Raster, rng: np.random.Generator) -> np.ndarray:
+    """The image; of a large one `PARTS` squares at random places, one below the other."""
+    if bytes_of(raster) <= LARGE:
+        return read_whole(raster)
+    height, width = (min(side, PART) for side in raster.shape[:2])
+    places = [rng.integers((raster.shape[0] - height + 1, raster.shape[1] - width + 1))
+              for _ in range(PARTS)]  # fmt: skip
+    with one_reason():
+        parts = [raster.read(Box(int(top), int(left), height, width)) for top, left in places]
+    return np.concatenate(parts)
 
 
 def read_view(raster: Raster, box: Box, size: int) -> np.ndarray:

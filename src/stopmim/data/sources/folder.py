@@ -257,6 +257,22 @@ def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
     return Folder(text, arrays=arrays)
 
 
+def _open_file(text: str, split: Split | None) -> Files:
+    """One image that is large enough to be a data set: `data.crops_per_image` takes many crops."""
+    if split is not None:
+        raise no_split(text, split)
+    folder, name = os.path.split(os.path.abspath(text))
+    return Files(folder, [os.fsencode(name)])
+
+
+def _is_image(text: str) -> bool:
+    """Whether `text` is an array; not .npz, which may hold many."""
+    named = text.lower().endswith(tuple(f".{e}" for e in FILES))
+    return named and (os.path.isfile(text) or text.lower().endswith(".zarr"))
+
+
+FILES = ("tif", "tiff", "btf", "tf8", "npy", "zarr")
+FILE = Source("file", _open_file, recognise=_is_image)
 PICTURES = Source("pictures", partial(_open_as, arrays=False))
 AS_ARRAYS = Source("arrays", partial(_open_as, arrays=True))
 SPLITS = Source("splits", open_split, recognise=has_splits)
