@@ -20,12 +20,15 @@ config.architectures config.yaml_text config.section config.data config.schema c
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
-data.pixels data.crops data.decode data.channels data.images data.index_cache data.scene
-data.sources data.order data.render data.resident data.subset data.transform data.workers
-data.sources.source data.looking data.loading data.skip data.sources.arrays data.sources.folder
-data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
-data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.planes
-data.facts data.check
+data.pixels data.crops data.decode data.channels data.rasters data.rasters.raster
+data.rasters.npy data.rasters.pictures data.rasters.dicom data.rasters.tiff_tags data.rasters.tiff
+data.rasters.zarr data.rasters.stack data.rasters.windows data.rasters.open data.images
+data.index_cache data.scene data.sources data.order data.render data.resident data.subset
+data.transform data.workers data.sources.source data.looking data.loading data.skip
+data.sources.arrays data.sources.formed data.sources.scanning data.sources.folder
+data.sources.groups data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes
+data.sources.shards data.videos data.sources.parquet data.sources.tar data.sources.open data
+data.duplicates data.planes data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.filters weights.formats weights.vit weights.format weights.card
 weights.formats.data2vec

@@ -8,12 +8,17 @@ from stopmim.config.section import FractionRange, Section
 
 Kind = Literal["uint8", "uint16", "int16", "float32"]  # of the numbers of an image, as stored
 PerChannel = Annotated[tuple[float, ...], Field(min_length=1, max_length=64)]
+Side = Annotated[int, Field(ge=1)]
 ChannelName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class DataConfig(Section):
     crop_scale: FractionRange = (0.3, 1.0)
     """area of the random crop as a fraction of the image: smallest, largest"""
+    crop_pixels: tuple[Side, Side] | None = None
+    """side of the random crop in pixels of the image, for large ones; null: by crop_scale"""
+    crops_per_image: int = Field(default=1, ge=1, le=4096)
+    """random crops of an image each time it is opened; an epoch has as many times the samples"""
     augmentation: Literal["crop", "flip", "released"] | None = None
     """crop: random crop; flip: and mirror (MAE); released: and grey, blur; null: by compat"""
     max_bad: float = Field(default=0.01, ge=0, le=1)
@@ -38,6 +43,13 @@ class DataConfig(Section):
     """mean of each channel, in stored units; null: by normalise"""
     std: PerChannel | None = None
     """standard deviation of each channel, in stored units; null: by normalise"""
+
+    @model_validator(mode="after")
+    def _smallest_first(self) -> Self:
+        if self.crop_pixels is not None and self.crop_pixels[0] > self.crop_pixels[1]:
+            low, high = self.crop_pixels
+            raise ValueError(f"crop_pixels: the smallest comes first, got {low} {high}")
+        return self
 
     @model_validator(mode="after")
     def _one_number_per_channel(self) -> Self:

@@ -17,8 +17,8 @@ from stopmim.data.duplicates import groups
 from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
 from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
-from stopmim.data.sources.folder import describe_others
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.scanning import describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
 from stopmim.method.build import configure

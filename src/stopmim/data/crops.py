@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stopmim.config.data import DataConfig
 from stopmim.data.pixels import RGB, PixelStats
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
@@ -56,6 +57,14 @@ def crop_box(
     h = min(height, round(width / ratio[0]))
     w = min(width, round(height * ratio[1]))
     return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def crop_scale(data: DataConfig, height: int, width: int) -> tuple[float, float]:
+    """Range of the area of a random crop as a fraction of an image, as the config states it."""
+    if data.crop_pixels is None:
+        return data.crop_scale
+    least, most = (min(1.0, side**2 / (height * width)) for side in data.crop_pixels)
+    return least, most
 
 
 def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:

@@ -12,7 +12,7 @@ Any object that satisfies `Images` works everywhere. It may also have
     kind        config.data.Kind: type of the numbers, if it is not uint8
     channel_names  list of str: of the channels, if they have names
 
-and satisfy `Chunked`, `InMemory`, `Together` or `FileBacked`.
+and satisfy `Chunked`, `InMemory`, `Together`, `Windowed` or `FileBacked`.
 """
 
 import hashlib
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from stopmim.data.rasters.raster import Raster
 
 
 class Images(Protocol):
@@ -64,6 +66,17 @@ class Together(Images, Protocol):
 
 
 @runtime_checkable
+class Windowed(Images, Protocol):
+    """Images of which parts may be read."""
+
+    def open(self, i: int) -> Raster | None:
+        """Opens image `i`; None if the images of this source are only read whole.
+
+        Its pixels are those of `read(i)`, which are fewer if the image is too large to be read.
+        """
+
+
+@runtime_checkable
 class FileBacked(Images, Protocol):
     """Images read from files that may be overwritten by others of the same name and size.
 
@@ -77,6 +90,11 @@ class FileBacked(Images, Protocol):
 def read_together(images: Images, numbers: np.ndarray) -> np.ndarray | None:
     """Images `numbers` (B,) as one array (B, H, W, C); None if read one by one."""
     return images.read_together(numbers) if isinstance(images, Together) else None
+
+
+def open_image(images: Images, i: int) -> Raster | None:
+    """Image `i`, open to read parts of it; None if it is only read whole."""
+    return images.open(i) if isinstance(images, Windowed) else None
 
 
 def stamp(images: Images) -> str:

@@ -16,8 +16,9 @@ from stopmim.config.data import Kind
 from stopmim.config.schema import Config
 from stopmim.data.channels import MOST, as_kind, described
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Images
+from stopmim.data.images import Images, open_image
 from stopmim.data.pixels import RGB, PixelStats
+from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import Watched, batches
 
 FEW = 3  # images that are read to see their channels
@@ -148,7 +149,11 @@ def _answers(watched: Watched, make: Any, numbers: list[int]) -> list[Any]:
     found = []
     for i in numbers:
         try:
-            found.append(make(watched.read(i), i))
+            with watched.reading_image(i):
+                raster = open_image(watched.images, i)
+                rng = numpy_generator("parts", i)
+                pixels = watched.images.read(i) if raster is None else read_sample(raster, rng)
+            found.append(make(pixels, i))
         except BadImageError:
             found.append(None)
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
-from stopmim.data.crops import crop_box, draw_augmentation
+from stopmim.data.crops import crop_box, crop_scale, draw_augmentation
 from stopmim.data.images import Images, InMemory
 
 # float32 may hold NaN, which is replaced on the CPU alone; torch lacks most operations on uint16.
@@ -48,7 +48,8 @@ class CropPlans(NamedTuple):
 def plan(config: Config, shape: Sequence[int], keys: list[tuple[int, int]]) -> CropPlans:
     """The random draws of `loading.Crops` for images (H, W), without the crops themselves."""
     rngs = [numpy_generator("crop", config.seed, *key) for key in keys]
-    boxes = np.array([crop_box(rng, shape[0], shape[1], config.data.crop_scale) for rng in rngs])
+    scale = crop_scale(config.data, shape[0], shape[1])
+    boxes = np.array([crop_box(rng, shape[0], shape[1], scale) for rng in rngs])
     augmentation = np.stack([draw_augmentation(rng) for rng in rngs])
     return CropPlans(np.array([number for _, number in keys]), boxes, augmentation)
 

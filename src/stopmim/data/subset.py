@@ -10,7 +10,9 @@ import numpy as np
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Chunked, Images, read_together, stamp
+from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
+from stopmim.data.rasters.raster import Raster
+from stopmim.data.rasters.stack import Some
 
 
 class Subset:
@@ -34,6 +36,9 @@ class Subset:
 
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
         return read_together(self.images, self.kept[numbers])
+
+    def open(self, i: int) -> Raster | None:
+        return open_image(self.images, int(self.kept[i]))
 
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))
@@ -77,6 +82,10 @@ class Selected:
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
         found = read_together(self.images, numbers)
         return None if found is None else found[..., self.index]
+
+    def open(self, i: int) -> Raster | None:
+        whole = open_image(self.images, i)
+        return None if whole is None else Some(whole, self.index)
 
     def name(self, i: int) -> str:
         return self.images.name(i)

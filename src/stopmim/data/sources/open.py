@@ -7,7 +7,8 @@ from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
-from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
+from stopmim.data.sources.folder import AS_ARRAYS, FILE, FOLDER, PICTURES, SPLITS, Folder
+from stopmim.data.sources.groups import GROUPS
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
 from stopmim.data.sources.parquet import PARQUET
@@ -20,6 +21,7 @@ from stopmim.data.subset import Selected
 # In the order of recognition: known layouts of folders first, any folder last.
 SOURCES = [
     SCENES,
+    FILE,
     BAND_SCENES,
     CLEVR,
     INAT2018,
@@ -29,8 +31,11 @@ SOURCES = [
     TAR,
     SPLITS,
     NPZ,
+    GROUPS,
     LIST,
     FOLDER,
+    PICTURES,
+    AS_ARRAYS,
 ]
 
 
