@@ -79,6 +79,10 @@ def allowed(schema: dict[str, Any]) -> str:
         bounds.append(f"a multiple of {schema['multipleOf']}")
     if "pattern" in schema:
         bounds.append(f"that ends in {schema['pattern'].strip('$').replace(chr(92), '')}")
+    if schema["type"] == "array":
+        return (
+            "a number per channel" if schema["items"]["type"] == "number" else "a name per channel"
+        )
     kind = words.get(schema["type"], "`null`" if schema["type"] == "null" else "text")
     return " ".join([kind, " and ".join(bounds)]).strip()
 

@@ -20,32 +20,34 @@ config.architectures config.yaml_text config.section config.data config.schema c
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
-data.pixels data.crops data.decode data.images data.index_cache data.scene data.sources data.order
-data.render data.resident data.subset data.transform data.workers data.sources.source data.loading
-data.encoded data.sources.packed data.skip data.sources.arrays data.sources.folder
-data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
-data.videos data.sources.parquet data.sources.tar data.sources.open data
-data.pack data.duplicates data.facts data.check
+data.pixels data.crops data.decode data.index_cache data.scene data.sources data.render
+data.transform data.duplicates data.channels data.rasters data.rasters.raster data.images data.order
+data.resident data.workers data.sources.source data.encoded data.sources.packed data.sources.arrays
+data.sources.cifar data.sources.scenes data.videos data.rasters.npy data.rasters.pictures
+data.rasters.dicom data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack
+data.subset data.skip data.rasters.windows data.loading data.rasters.open data.looking
+data.sources.formed data.sources.scanning data.sources.folder data.sources.layouts
+data.sources.lists data.sources.shards data.sources.parquet data.sources.tar data.sources.groups
+data.sources.open data data.pack data.planes data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
-weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
-weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
-weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
-weights.push weights.export
+weights weights.filters weights.formats weights.vit weights.format weights.card
+weights.formats.data2vec weights.formats.huggingface weights.formats.mae weights.formats.onnx
+weights.formats.plain_vit weights.formats.run weights.formats.stop_ijepa weights.formats.timm
+weights.load weights.inspect weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
-train.draws train.cost train.plan train.advice train.progress train.loop
+train.channels train.draws train.cost train.plan train.advice train.progress train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
 evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune
-evals.protocols.protocol
-evals.protocols.finetune evals.protocols.knn evals.protocols.linear evals.protocols.lowshot
-evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite evals.compare
-evals.table
-insight insight.figures insight.report insight.figures.pictures insight.report.results
-insight.figures.curves insight.figures.layout insight.figures.masks insight.figures.subject
-insight.figures.sweep insight.figures.neighbours insight.figures.pca insight.figures.prediction
-insight.figures.similarity insight.figures.theory
-insight.analyse insight.report.explorer insight.report.page
+evals.protocols.protocol evals.protocols.finetune evals.protocols.knn evals.protocols.linear
+evals.protocols.lowshot evals.protocols.rankme evals.protocols.tracking evals.protocols evals.suite
+evals.compare evals.table
+insight insight.figures insight.report insight.figures.false_colour insight.figures.pictures
+insight.report.results insight.figures.curves insight.figures.layout insight.figures.masks
+insight.figures.subject insight.figures.sweep insight.figures.neighbours insight.figures.pca
+insight.figures.prediction insight.figures.similarity insight.figures.theory insight.analyse
+insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.lines ablations.report ablations.run ablations.recorded ablations.left ablations.page
 bench bench.timing bench.loader bench.probe bench.step bench.growth bench.saving bench.tracking

@@ -12,7 +12,8 @@ from PIL import Image
 
 from stopmim.base.errors import DataError
 from stopmim.data.decode import BadImageError
-from stopmim.data.sources.folder import MAX_BYTES, Folder, class_folders, describe_others
+from stopmim.data.sources.folder import MAX_BYTES, Folder
+from stopmim.data.sources.scanning import class_folders, describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import without_loose
 
@@ -126,7 +127,7 @@ def test_files_that_are_not_read_are_counted_by_extension(tmp_path: Path) -> Non
 def test_a_folder_of_countless_kinds_of_files_costs_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stopmim.data.sources.folder.KINDS", 5)
+    monkeypatch.setattr("stopmim.data.sources.scanning.KINDS", 5)
     put(tmp_path / "1.png")
     for i in range(20):
         (tmp_path / f"file.{i}").touch()

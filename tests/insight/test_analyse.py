@@ -102,12 +102,13 @@ def test_images_that_are_gone_are_one_line_and_others_can_be_given(
 
 
 def test_heat_is_the_softmax_of_the_cosine_with_every_target(subject: Subject) -> None:
-    cosine = prediction.predict(subject.model, subject.views)
+    cosine = prediction.predict(subject.model, subject.views, subject.config)
     context, targets = indices(subject.views)
     with torch.no_grad():
         model = subject.model.eval()
-        predicted = model.predict(pixels(subject.views), context, targets)  # eval: no noise
-        target = patch_targets(model, pixels(subject.views))
+        images = pixels(subject.views, subject.config)
+        predicted = model.predict(images, context, targets)  # eval: no noise
+        target = patch_targets(model, images)
     image, block, k = 2, 1, 3
     row = block * targets.shape[2] + k
     want = torch.cosine_similarity(predicted[block, image, k], target[image], dim=-1)
@@ -244,7 +245,7 @@ def test_uncertainty_is_zero_without_noise_and_grows_with_it(
 def test_the_error_of_a_perfect_prediction_would_be_zero(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = patch_targets(subject.model, pixels(subject.views))
+    found = patch_targets(subject.model, pixels(subject.views, subject.config))
     rows = torch.arange(len(found))[:, None]
 
     def truth(_seen: Tensor, _context: Tensor, targets: Tensor, _noise: object) -> Tensor:

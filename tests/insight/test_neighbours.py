@@ -37,7 +37,7 @@ def test_both_encoders_see_the_same_images_and_the_first_is_the_untrained_one(ru
     found = neighbours.find([run], NoiseImages(40, broken=(0, 7)))
     assert found.images.kept.tolist() == [i for i in range(40) if i not in (0, 7)]
     assert found.total == 40
-    pixels = normalise(found.views)
+    pixels = normalise(torch.from_numpy(found.pictures).permute(0, 3, 1, 2))
     for encoder, network in zip(
         found.encoders, (build(run.config).branch(), run.model().branch()), strict=True
     ):

@@ -29,6 +29,13 @@ Figure = Annotated[
         all="every one of them",
     ),
 ]
+Show = Annotated[
+    tuple[str, ...],
+    option(
+        "CHANNEL ...",
+        "three channels to show as red, green, blue, or one: numbers from 0, or names",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,12 @@ class Analyse:
     """folder for the figures; default: RUN/figures"""
     data: Annotated[str | None, option("DATA")] = None
     """images to show; default: those the run was trained on"""
+    show: Show = ()
 
     def __call__(self) -> None:
         from stopmim.insight.analyse import analyse
 
-        for path in analyse(self.what, self.runs, self.out, self.data):
+        for path in analyse(self.what, self.runs, self.out, self.data, self.show):
             print(path)
 
 
@@ -83,6 +91,7 @@ class Report:
     """file to write; default: RUN/report.html"""
     data: Annotated[str | None, option("DATA")] = None
     """images to show; default: those the run was trained on"""
+    show: Show = ()
 
     def __call__(self) -> None:
         from stopmim.data.sources.open import open_images
@@ -93,4 +102,4 @@ class Report:
             raise UserError("report: name a run directory, for example runs/first")
         images = None if self.data is None else open_images(self.data)
         first, *others = map(Run, self.runs)
-        print(write_report(first, images, others=others, out=self.out))
+        print(write_report(first, images, others=others, out=self.out, show=self.show))

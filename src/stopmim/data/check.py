@@ -17,8 +17,8 @@ from stopmim.data.duplicates import groups
 from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
 from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
-from stopmim.data.sources.folder import describe_others
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.scanning import describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
 from stopmim.method.build import configure
@@ -49,6 +49,7 @@ class Report:
     others: dict[str, int]  # files that are not read, by extension
     loose: int  # images beside class folders, without a label
     classes: dict[str, list[int]]  # label -> images per class
+    channels: list[Row] = field(default_factory=list)  # of images that are not ordinary pictures
     test: "Report | None" = None  # of the test split, if there is one
     refused: str | None = None  # why a test split cannot be opened
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Report:
             small = sum(side < size for side in self.sides) / len(self.sides)
             rows += [("", f"{small:.1%} below the {size} px that training takes")]
         kinds = ", ".join(f"{n:,} {name}" for name, n in self.kinds.most_common())
-        rows += [("kinds", kinds or "none")]
+        rows += [("kinds", kinds or "none"), *self.channels]
         rows += [*self._similar(), *broken]
         if self.others:
             rows += [("not read", describe_others(self.others))]
@@ -273,6 +274,7 @@ def _report(
         ],
         others=getattr(whole, "others", {}),
         loose=getattr(whole, "loose", 0),
+        channels=facts.planes.rows(getattr(images, "channel_names", None)) if facts.planes else [],
         # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={
             key: np.unique(label, return_counts=True)[1].tolist()

@@ -1,8 +1,8 @@
 """Crops on the CPU, one image at a time; flip, grey, blur and normalisation on the device.
 
-Shapes: B images, S pixels along one edge of a crop. Before the device images are uint8 in memory
-order H, W, 3, whatever their shape; `augment` and `normalise` return float32. Nothing here
-synchronises with the device.
+Shapes: B images, C channels, S pixels along one edge of a crop. Before the device images are in
+memory order H, W, C, whatever their shape. Resizing keeps uint8, and makes other types float32 in
+stored units; `augment` and `normalise` return float32. Nothing here synchronises with the device.
 """
 
 import math
@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stopmim.config.data import DataConfig
 from stopmim.data.pixels import RGB, PixelStats
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
+FLAT = 1e-2  # of the deviation of the data set; an image with less has no contrast to stretch
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
@@ -57,12 +59,23 @@ def crop_box(
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:
-    """Resizes `image` (H, W, 3) uint8 to (3, height, width), antialiased as by Pillow.
+def crop_scale(data: DataConfig, height: int, width: int) -> tuple[float, float]:
+    """Range of the area of a random crop as a fraction of an image, as the config states it."""
+    if data.crop_pixels is None:
+        return data.crop_scale
+    least, most = (min(1.0, side**2 / (height * width)) for side in data.crop_pixels)
+    return least, most
 
-    Several at once, (B, H, W, 3), have the same pixels in a third of the time, if they are small.
+
+def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:
+    """Resizes `image` (H, W, C) to (C, height, width), antialiased as by Pillow.
+
+    uint8 stays uint8; other types become float32. Several at once, (B, H, W, C), have the same
+    pixels in a third of the time, if they are small.
     """
-    # A contiguous copy in memory order H, W, 3, viewed as a batch: torch then resizes the three
+    if image.dtype != np.uint8:
+        image = finite(image).astype(np.float32)
+    # A contiguous copy in memory order H, W, C, viewed as a batch: torch then resizes the three
     # channels together, in two thirds of the time of a strided view or of 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))
     batch = (pixels if pixels.ndim == 4 else pixels[None]).permute(0, 3, 1, 2)
@@ -70,10 +83,21 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     return found if pixels.ndim == 4 else found[0]
 
 
+def finite(image: np.ndarray) -> np.ndarray:
+    """`image` (..., H, W, C), with the smallest finite value of a channel for NaN and infinity.
+
+    Replaced before resizing, which would spread them; where a whole channel is missing, it is 0.
+    """
+    if image.dtype.kind != "f" or (known := np.isfinite(image)).all():
+        return image
+    least = image.min(axis=(-3, -2), keepdims=True, where=known, initial=np.inf)
+    return np.where(known, image, np.where(np.isfinite(least), least, 0))
+
+
 def resized_crop(
     image: np.ndarray, box: tuple[int, int, int, int], size: int, mode: Mode = "bilinear"
 ) -> Tensor:
-    """Crops `box` (top, left, height, width) of `image` (H, W, 3); resizes to (3, S, S) uint8."""
+    """Crops `box` (top, left, height, width) of `image` (H, W, C); resizes to (C, S, S)."""
     top, left, height, width = box
     return resized(image[top : top + height, left : left + width], size, size, mode)
 
@@ -81,10 +105,10 @@ def resized_crop(
 def center_crop(
     image: np.ndarray, size: int, resize: int | None = None, mode: Mode = "bilinear"
 ) -> Tensor:
-    """Resizes the shorter side of `image` (H, W, 3) to `resize`; returns the centre (3, S, S).
+    """Resizes the shorter side of `image` (H, W, C) to `resize`; returns the centre (C, S, S).
 
     Without `resize` the shorter side becomes `size`: a square image is only resized. Several images
-    of one size, (B, H, W, 3), are treated alike.
+    of one size, (B, H, W, C), are treated alike.
     """
     short = size if resize is None else resize
     if short < size:
@@ -119,15 +143,18 @@ def flip(images: Tensor, numbers: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, numbers: Tensor) -> Tensor:
-    """Flips, greys and blurs, in this order: (B, 3, H, W) uint8 to float32, still 0 to 255.
+    """Flips, greys and blurs, in this order: (B, C, H, W) to float32, in the same units.
 
-    `numbers` (B, 3) has one row of `draw_augmentation` per image.
+    `numbers` (B, 3) has one row of `draw_augmentation` per image. Only three channels are greyed:
+    others are not red, green and blue.
     """
     _, grey, radius = numbers.view(-1, 3, 1, 1, 1).unbind(1)  # 3 x (B, 1, 1, 1)
     images = flip(images, numbers)
-    red, green, blue = images.unbind(1)  # 3 x (B, H, W)
-    luma = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
-    images = torch.where(grey > 0, luma[:, None], images)  # uint8 -> float32
+    if images.shape[1] == 3:
+        red, green, blue = images.unbind(1)  # 3 x (B, H, W)
+        luma = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
+        images = torch.where(grey > 0, luma[:, None], images)  # uint8 -> float32
+    images = images.float()
     return torch.where(radius > 0, _blur(images, radius[:, 0]), images)
 
 
@@ -135,7 +162,7 @@ AUGMENT = {"flip": flip, "released": augment}  # data.augmentation -> function; 
 
 
 def _blur(images: Tensor, radius: Tensor) -> Tensor:
-    """Gaussian blur of (B, 3, H, W) with standard deviations (B, 1, 1), which Pillow calls radius.
+    """Gaussian blur of (B, C, H, W) with standard deviations (B, 1, 1), which Pillow calls radius.
 
     One matrix per image and axis: row i weights the pixels by their distance from pixel i. The
     weights sum to one at the border too, so that borders do not darken.
@@ -154,14 +181,14 @@ def _blur(images: Tensor, radius: Tensor) -> Tensor:
 
 def normalise(images: Tensor, stats: PixelStats = RGB) -> Tensor:
     """Normalises (B, C, H, W) in stored units to float32, by the statistics of the channels."""
-    if stats.per_image:
-        x = images.float()
-        mean, std = x.mean((2, 3), keepdim=True), x.std((2, 3), keepdim=True, correction=0)
-        return (x - mean) / std.clamp(min=1e-6)
     # Per channel with Python numbers: a tensor of constants would be copied to the device.
     channels = list(images.unbind(1))
     if stats.low is not None and stats.high is not None:
         bounds = zip(channels, stats.low, stats.high, strict=True)
         channels = [x.clamp(low, high) for x, low, high in bounds]
     each = zip(channels, stats.mean, stats.std, strict=True)
-    return torch.stack([(x - mean) / std for x, mean, std in each], dim=1)
+    found = torch.stack([(x - mean) / std for x, mean, std in each], dim=1)
+    if stats.per_image:  # in units of the data set first: a plane that is almost constant stays so
+        mean, std = found.mean((2, 3), keepdim=True), found.std((2, 3), keepdim=True, correction=0)
+        found = (found - mean) / std.clamp(min=FLAT)
+    return found

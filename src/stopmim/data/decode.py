@@ -82,12 +82,12 @@ class _Quiet:
         self.lock.release()
 
 
-_quiet = _Quiet()
+quiet = _Quiet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_quiet.lock.acquire,
-        after_in_parent=_quiet.lock.release,
-        after_in_child=_quiet.forked,
+        before=quiet.lock.acquire,
+        after_in_parent=quiet.lock.release,
+        after_in_child=quiet.forked,
     )
 
 # Without a handler Pillow's complaints would go to stderr; the reason is in `BadImageError`.
@@ -115,7 +115,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
     try:
         image = _decode_plain_jpeg(data, max_pixels) if fast else None
         if image is None:
-            with _quiet:
+            with quiet:
                 image = _decode_with_pillow(data, max_pixels)
     except BadImageError:
         raise
@@ -150,11 +150,18 @@ def collect_files() -> Iterator[list[bytes]]:
 def format_of(data: bytes) -> str:
     """Format and mode of a file according to its header, as "JPEG RGB"."""
     try:
-        with _quiet, _open(data) as image:
+        with opened(data) as image:
             several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
             return f"{image.format} {image.mode}{several}"
     except Exception:
         return "unknown"
+
+
+@contextlib.contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """A picture as Pillow opens it, by its header."""
+    with quiet, _open(data) as image:
+        yield image
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

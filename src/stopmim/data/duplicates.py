@@ -19,8 +19,10 @@ import numpy as np
 from PIL import Image
 
 from stopmim.base.random_keys import numpy_generator
+from stopmim.data.crops import finite
 
 SIDE = 24  # of a thumbnail; (SIDE, SIDE) uint8 is all that is kept of an image
+STRETCH = (1, 99)  # percentiles that become black and white in images that are not pictures
 DENSE = 128  # pixels along the shorter side from which a thumbnail is averaged, or up to twice that
 FREQUENCIES = 12  # of cosines along an axis
 CUT = 0.1  # share of a side that a crop may lack, at one end or both together
@@ -38,10 +40,21 @@ BLOCK = 256  # images, or pairs, worked on at a time
 
 
 def thumbnail(pixels: np.ndarray) -> np.ndarray:
-    """Averages an image (H, W, 3) uint8 to (S, S) uint8, grey, whatever its aspect ratio."""
+    """Averages an image (H, W, C) to (S, S) uint8, grey, whatever its aspect ratio."""
     step = max(1, min(pixels.shape[:2]) // DENSE)
-    image = Image.fromarray(np.ascontiguousarray(pixels[::step, ::step])).convert("L")
+    pixels = np.ascontiguousarray(pixels[::step, ::step])
+    if pixels.dtype != np.uint8 or pixels.shape[2] != 3:
+        pixels = _stretched(pixels)
+    image = Image.fromarray(pixels).convert("L")
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX))
+
+
+def _stretched(pixels: np.ndarray) -> np.ndarray:
+    """The mean (H, W) of all channels, each from its smallest to its largest value, uint8."""
+    values = finite(pixels).astype(np.float64)
+    low, high = np.percentile(values, STRETCH, axis=(0, 1))
+    grey = ((values - low) / np.where(high > low, high - low, 1)).clip(0, 1)
+    return (255 * grey.mean(axis=2) + 0.5).astype(np.uint8)
 
 
 def near_duplicates(thumbnails: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:

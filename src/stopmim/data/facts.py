@@ -10,9 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stopmim.base.console import Ticker
+from stopmim.data.channels import fitting
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.duplicates import SIDE, join, near_duplicates, thumbnail
 from stopmim.data.images import Images
+from stopmim.data.looking import Seen, look
+from stopmim.data.planes import Planes, join_planes
 from stopmim.data.workers import Watched, batches
 
 CHUNK = 32  # images per answer of a worker
@@ -36,37 +39,42 @@ class Facts(NamedTuple):
     bad: list[tuple[int, str]]  # image, reason
     searched: np.ndarray  # (m,) rows that have a thumbnail: all, or every k-th
     thumbnails: np.ndarray  # (m, S, S) uint8
+    planes: Planes | None = None  # of images that are not ordinary pictures
 
 
 def inspect_images(
     images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
 ) -> Facts:
     """Facts about these images, read by `workers` processes; None: one per core."""
-    watched = Watched(images, workers, timeout)
+    watched, seen = Watched(images, workers, timeout), look(images)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     every = max(1, -(-len(numbers) // SEARCHED))
     rows, bad, kinds = [np.empty(0, ROW)], list[tuple[int, str]](), Counter[str]()
     small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
+    planes = list[Planes | None]()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(partial(_inspect, watched), chunks, watched):
+        for found in batches(partial(_inspect, watched, seen), chunks, watched):
             before = sum(kinds.values())
             rows.append(found.rows)
             small.append(found.thumbnails[-before % every :: every].copy())
             kinds.update(found.kinds)
             bad += found.bad
+            planes.append(found.planes)
             done += CHUNK
             rate = min(done, len(numbers)) / (time.monotonic() - begin)
             ticker.update(min(done, len(numbers)), f"{rate:.0f} images/s")
     thumbnails = np.concatenate(small)
-    return Facts(np.concatenate(rows), kinds, bad, np.arange(len(thumbnails)) * every, thumbnails)
+    searched = np.arange(len(thumbnails)) * every
+    return Facts(np.concatenate(rows), kinds, bad, searched, thumbnails, join_planes(planes))
 
 
-def _inspect(watched: Watched, numbers: list[int]) -> Facts:
+def _inspect(watched: Watched, seen: Seen, numbers: list[int]) -> Facts:
+    stats, planes = seen.stats, list[Planes | None]()
     rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
     for number in numbers:
         with collect_files() as files:
             try:
-                pixels = watched.read(number)
+                pixels = fitting(watched.read(number), stats)
             except BadImageError as error:
                 bad.append((number, str(error)))
                 continue
@@ -74,8 +82,10 @@ def _inspect(watched: Watched, numbers: list[int]) -> Facts:
         kinds[format_of(data) if files else "pixels"] += 1
         rows.append((number, *pixels.shape[:2], hashlib.sha256(data).digest()[:16]))
         small.append(thumbnail(pixels)[None])
+        planes.append(None if seen.is_rgb else Planes.of(pixels))
     thumbnails = np.concatenate(small)
-    return Facts(np.array(rows, ROW), kinds, bad, np.arange(len(thumbnails)), thumbnails)
+    every, whole = np.arange(len(thumbnails)), join_planes(planes)
+    return Facts(np.array(rows, ROW), kinds, bad, every, thumbnails, whole)
 
 
 class Copies(NamedTuple):

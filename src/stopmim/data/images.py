@@ -13,7 +13,7 @@ Any object that satisfies `Images` works everywhere. It may also have
     kind        config.data.Kind: type of the numbers, if it is not uint8
     channel_names  list of str: of the channels, if they have names
 
-and satisfy `Chunked`, `InMemory`, `Together` or `FileBacked`.
+and satisfy `Chunked`, `InMemory`, `Together`, `Windowed` or `FileBacked`.
 """
 
 import hashlib
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from stopmim.data.rasters.raster import Raster
 
 
 class Images(Protocol):
@@ -53,7 +55,7 @@ class InMemory(Images, Protocol):
     """Images in one array, which may be copied to the GPU instead of being read one by one."""
 
     def resident_pixels(self) -> np.ndarray | None:
-        """All images as `read` returns them, (n, H, W, 3) uint8; None if that needs a copy."""
+        """All images as `read` returns them, (n, H, W, C); None if that needs a copy."""
 
 
 @runtime_checkable
@@ -61,7 +63,18 @@ class Together(Images, Protocol):
     """Images that may be read many at a time."""
 
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if that is not possible."""
+        """Images `numbers` (B,) as one array (B, H, W, C); None if that is not possible."""
+
+
+@runtime_checkable
+class Windowed(Images, Protocol):
+    """Images of which parts may be read."""
+
+    def open(self, i: int) -> Raster | None:
+        """Opens image `i`; None if the images of this source are only read whole.
+
+        Its pixels are those of `read(i)`, which are fewer if the image is too large to be read.
+        """
 
 
 @runtime_checkable
@@ -76,8 +89,13 @@ class FileBacked(Images, Protocol):
 
 
 def read_together(images: Images, numbers: np.ndarray) -> np.ndarray | None:
-    """Images `numbers` (B,) as one array (B, H, W, 3) uint8; None if read one by one."""
+    """Images `numbers` (B,) as one array (B, H, W, C); None if read one by one."""
     return images.read_together(numbers) if isinstance(images, Together) else None
+
+
+def open_image(images: Images, i: int) -> Raster | None:
+    """Image `i`, open to read parts of it; None if it is only read whole."""
+    return images.open(i) if isinstance(images, Windowed) else None
 
 
 def stamp(images: Images) -> str:

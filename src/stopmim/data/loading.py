@@ -4,6 +4,7 @@ Everything is a function of (seed, epoch, image number). Neither the number of w
 at which a run resumes changes a sample.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
 from typing import NamedTuple
@@ -12,14 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stopmim.base.console import is_first_rank, say
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
-from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
+from stopmim.data.channels import fitting
+from stopmim.data.crops import crop_box, crop_scale, draw_augmentation, resized, resized_crop
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Images
+from stopmim.data.images import Images, open_image
 from stopmim.data.order import batch_keys, shares
+from stopmim.data.pixels import stats_of
+from stopmim.data.rasters.raster import Raster, bytes_of
+from stopmim.data.rasters.windows import LARGE, read_view, read_whole
 from stopmim.data.workers import Watched, batches, cores_per_rank, shared
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
@@ -28,13 +34,13 @@ Bad = list[tuple[str, str]]  # names of broken images met on the way, and the re
 
 
 class Sample(NamedTuple):
-    image: Tensor | None  # (3, S, S) uint8; None: neither the image nor its replacements work
+    image: Tensor | None  # (C, S, S), see crops.resized; None: nor do its replacements work
     augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
     bad: Bad
 
 
 class Loaded(NamedTuple):
-    images: Tensor  # (B, 3, S, S) uint8; or float32 of 0 to 255, already on the GPU
+    images: Tensor  # (B, C, S, S) uint8; or float32 in stored units
     augmentation: Tensor  # (B, 3) float32
     bad: Bad
 
@@ -44,21 +50,44 @@ class Crops:
 
     def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
         self.images, self.size, self.seed = images, config.image_size, config.seed
-        self.scale = config.data.crop_scale
-        self.watched = watched or images
+        self.data, self.stats = config.data, stats_of(config)
+        self.watched = watched or Watched(images, 0, 0)
+        self.opened: tuple[int, np.ndarray | Raster | None] = -1, None  # the image read last
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         rng = numpy_generator("crop", self.seed, *key)
         bad: Bad = []
         for candidate in self._candidates(*key):
             try:
-                image = self.watched.read(candidate)
+                with self.watched.reading_image(candidate):
+                    crop = self._crop(candidate, rng)
             except BadImageError as error:
                 bad.append((self.images.name(candidate), str(error)))
                 continue
-            box = crop_box(rng, image.shape[0], image.shape[1], self.scale)
-            return Sample(resized_crop(image, box, self.size), draw_augmentation(rng), bad)
+            return Sample(crop, draw_augmentation(rng), bad)
         return Sample(None, draw_augmentation(rng), bad)
+
+    def _crop(self, number: int, rng: np.random.Generator) -> Tensor:
+        image = self._open(number)
+        height, width = image.shape[:2]
+        box = crop_box(rng, height, width, crop_scale(self.data, height, width))
+        if isinstance(image, np.ndarray):
+            return resized_crop(image, box, self.size)
+        pixels = fitting(read_view(image, box, self.size), self.stats)
+        return resized(pixels, self.size, self.size)
+
+    def _open(self, number: int) -> np.ndarray | Raster:
+        """The pixels of an image, or a large one to read parts of; once for all its crops."""
+        last, image = self.opened
+        if number == last and image is not None:
+            return image
+        image = open_image(self.images, number)
+        if image is None:
+            image = fitting(self.images.read(number), self.stats)
+        elif bytes_of(image) <= LARGE:
+            image = fitting(read_whole(image), self.stats)
+        self.opened = number, image
+        return image
 
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:
         yield number
@@ -68,11 +97,12 @@ class Crops:
 
     def batch(self, keys: list[tuple[int, int]]) -> Loaded:
         samples = [self[key] for key in keys]
+        self.opened = -1, None  # frees its memory
         bad = [entry for sample in samples for entry in sample.bad]
         images = [sample.image for sample in samples if sample.image is not None]
         whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
         if len(images) == len(samples):
-            # Stacked in their memory order, which is H, W, 3.
+            # Stacked in their memory order, which is H, W, C.
             whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
         augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
         return Loaded(shared(whole), shared(augmentation), bad)
@@ -105,10 +135,24 @@ def loader(
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
             yield Loaded(crops, augmentation, [])
         return
+    _hint_at_pixels(images, config)
     for whole, augmentation, bad in read_crops(images, config, order):
         if device.type == "cuda":
             whole, augmentation = whole.pin_memory(), augmentation.pin_memory()
         yield Loaded(whole, augmentation, bad)
+
+
+def _hint_at_pixels(images: Images, config: Config) -> None:
+    """Says what to do if a crop reads most of an image, and the image is large."""
+    with contextlib.suppress(BadImageError):  # training will name it
+        first = open_image(images, 0) if config.data.crop_pixels is None else None
+        if first and bytes_of(first) > LARGE and not first.levels and is_first_rank():
+            size = config.image_size
+            say(
+                f"{images.name(0)}: {first.shape[1]}x{first.shape[0]} pixels, of which a crop reads "
+                f"{config.data.crop_scale[0]:.0%} or more; --data.crop_pixels {size} {4 * size} "
+                f"crops squares of so many pixels instead"
+            )
 
 
 def read_crops(
@@ -120,10 +164,12 @@ def read_crops(
 
 
 def steps_per_epoch(images: Sized, config: Config) -> int:
-    steps = len(images) // config.optim.batch_size
+    crops = config.data.crops_per_image
+    steps = len(images) * crops // config.optim.batch_size
     if not steps:
+        each = f" with {crops} crops each" if crops > 1 else ""
         raise DataError(
-            f"{len(images)} images do not fill one batch of {config.optim.batch_size}; "
+            f"{len(images)} images{each} do not fill one batch of {config.optim.batch_size}; "
             f"use more images or a smaller --optim.batch_size"
         )
     return steps

@@ -18,18 +18,21 @@ def batch_keys(
     """Yields the (epoch, image number) of each micro-batch, from step `start` to the last.
 
     An epoch is a permutation keyed by (seed, epoch), without the images that do not fill a batch.
+    If `data.crops_per_image` is n, an image comes n times in a row, and its crops are those that n
+    epochs would have drawn: the epochs of the keys are n times as many.
     Only this process holds it; workers are sent the numbers they need. `shares` are the positions
     in a batch that this rank computes, see the function of that name.
     """
-    size = config.optim.batch_size
+    size, crops = config.optim.batch_size, config.data.crops_per_image
     current, order = -1, torch.empty(0, dtype=torch.long)
     for step in range(start, config.optim.epochs * steps_per_epoch):
         epoch, place = divmod(step, steps_per_epoch)
         if epoch != current:
             current, order = epoch, permutation(images, config.seed, epoch)
-        batch = order[place * size : (place + 1) * size]
-        for share in shares:
-            yield [(epoch, number) for number in batch[share].tolist()]
+        places = torch.arange(place * size, (place + 1) * size)
+        batch, crop = order[places // crops].tolist(), (places % crops).tolist()
+        keys = [(epoch * crops + j, number) for j, number in zip(crop, batch, strict=True)]
+        yield from (keys[share] for share in shares)
 
 
 def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:

@@ -148,8 +148,10 @@ def _hits(shape: int, those: Ints, bodies: _Table, size: int) -> Iterator[tuple[
         yield those[group[body]], cell, enter.ravel()[hit], *ray
 
 
-def _shade(shape: int, metal: bool, bodies: _Table, hits: list[Column]) -> list[Floats]:
-    """Linear red, green and blue of rays that end on bodies of one shape and material, (M,)."""
+def _normals(
+    shape: int, bodies: _Table, hits: list[Column]
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """x, y, z of the normals where rays end, and the light that the ground leaves, each (M,)."""
     body, _, depth, x, y, z = hits
     scale = (1.0 / bodies.half)[body]
     nx = (x * depth - bodies.x[body]) * scale
@@ -167,7 +169,13 @@ def _shade(shape: int, metal: bool, bodies: _Table, hits: list[Column]) -> list[
         nx, ny, nz = nx * _power(nx, 3), ny * _power(ny, 3), nz * _power(nz, 3)
         nx, ny = nx * c - ny * s, ny * c + nx * s
     scale = 1.0 / np.sqrt(nx * nx + ny * ny + nz * nz)
-    nx, ny, nz = nx * scale, ny * scale, nz * scale
+    return nx * scale, ny * scale, nz * scale, contact
+
+
+def _shade(shape: int, metal: bool, bodies: _Table, hits: list[Column]) -> list[Floats]:
+    """Linear red, green and blue of rays that end on bodies of one shape and material, (M,)."""
+    body, _, _, x, y, z = hits
+    nx, ny, nz, contact = _normals(shape, bodies, hits)
     scale = 1.0 / np.sqrt(x * x + y * y + z * z)
     x, y, z = x * scale, y * scale, z * scale
     facing = x * nx + y * ny + z * nz  # -1: straight at the eye
@@ -192,8 +200,11 @@ def _shade(shape: int, metal: bool, bodies: _Table, hits: list[Column]) -> list[
     return [PALETTE[i, bodies.colour][body] * light + shine for i in range(3)]
 
 
-def _ground(views: _Table, bodies: _Table, size: int) -> Floats:
-    """Linear grey of the ground with its shadows, (B * size * size,)."""
+def _ground(views: _Table, bodies: _Table, size: int) -> tuple[Floats, Floats]:
+    """Linear grey of the ground with its shadows, and how much of it they leave lit.
+
+    Both (B * size * size,); 0 is dark.
+    """
     view, offset = views[:, None, None], np.arange(size)
     x, y, z = _rays(view, offset[:, None], offset, size)
     y = y * view.height / -z - 7.0  # relative to the centre of a pool of light
@@ -216,7 +227,7 @@ def _ground(views: _Table, bodies: _Table, size: int) -> Floats:
             light = _shadow(shape, b, rows, columns, size)
             cell = b.scene * (size * size) + rows * size + columns
             np.minimum.at(lit, cell.ravel(), light.ravel())
-    return pool.ravel() * (0.2 + 0.34 * lit)
+    return pool.ravel() * (0.2 + 0.34 * lit), lit
 
 
 def _shadow(shape: int, b: _Table, rows: Ints, columns: Ints, size: int) -> Floats:
@@ -244,14 +255,9 @@ def _shadow(shape: int, b: _Table, rows: Ints, columns: Ints, size: int) -> Floa
     return edge * edge * (3.0 - 2.0 * edge) * (1.0 - under * under)
 
 
-def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
-    """Images (B, size, size, 3), and body numbers (B, size, size), 0 for the ground."""
-    views, bodies = _tables(scenes)
-    ground = _ground(views, bodies, size)
-    images = GREYS[(np.sqrt(ground) * 255.0 + 0.5).astype(np.int64)]  # (B * size * size, 3)
-    rays = GRID * GRID
-    nearest = np.full(ground.size * rays, np.inf)
-    owners = np.zeros(ground.size * rays, np.uint8)
+def _front(bodies: _Table, size: int, cells: int) -> Iterator[tuple[int, bool, list[Column]]]:
+    """Yields the rays that end on bodies, as of `_hits`, by shape and material."""
+    nearest = np.full(cells, np.inf)
     kinds = []
     for shape, metal in product(range(3), (False, True)):
         those = np.flatnonzero((bodies.shape == shape) & (bodies.metal == metal))
@@ -259,10 +265,20 @@ def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
             hits = [np.concatenate(columns) for columns in zip(*tiles, strict=True)]
             np.minimum.at(nearest, hits[1], hits[2])
             kinds.append((shape, metal, hits))
-    pixels, colours = [np.empty(0, np.int64)], [[np.empty(0)] * 3]
     for shape, metal, hits in kinds:
         front = np.flatnonzero(hits[2] == nearest[hits[1]])
-        seen = [column[front] for column in hits]
+        yield shape, metal, [column[front] for column in hits]
+
+
+def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
+    """Images (B, size, size, 3), and body numbers (B, size, size), 0 for the ground."""
+    views, bodies = _tables(scenes)
+    ground, _ = _ground(views, bodies, size)
+    images = GREYS[(np.sqrt(ground) * 255.0 + 0.5).astype(np.int64)]  # (B * size * size, 3)
+    rays = GRID * GRID
+    owners = np.zeros(ground.size * rays, np.uint8)
+    pixels, colours = [np.empty(0, np.int64)], [[np.empty(0)] * 3]
+    for shape, metal, seen in _front(bodies, size, ground.size * rays):
         owners[seen[1]] = bodies.number[seen[0]]
         pixels.append(seen[1] // rays)
         colours.append(_shade(shape, metal, bodies, seen))
@@ -279,6 +295,52 @@ def render_all(scenes: Sequence[Scene], size: int) -> tuple[Bytes, Bytes]:
     low = np.maximum(np.minimum(a, b), np.minimum(c, d))
     ids = np.maximum(low, np.minimum(np.maximum(a, b), np.maximum(c, d)))
     return images.reshape(-1, size, size, 3), ids.reshape(-1, size, size)
+
+
+BANDS = (
+    *("red", "green", "blue", "lamp", "depth", "disparity"),
+    *("normal_x", "normal_y", "normal_z", "height", "metal", "shadow"),
+)
+
+
+def render_bands(scenes: Sequence[Scene], size: int) -> Floats:
+    """The BANDS of scenes, (B, size, size, 12): lengths as in the scene, the others 0 to 1.
+
+    A band of a pixel is the mean over its rays; the ground has one ray per pixel.
+    """
+    views, bodies = _tables(scenes)
+    ground, lit = _ground(views, bodies, size)
+    offset, one = np.arange(size), np.ones(ground.size)
+    _, _, down = _rays(views[:, None, None], offset[:, None], offset, size)
+    depth = (views.height[:, None, None] / -down * np.ones(size)).ravel()  # where z is 0
+    key = views.light_z[:, None, None] * np.ones((size, size))
+    grey = [ground * (tint * tint) for tint in TINT]
+    bands = [*grey, key.ravel() * lit, depth, 1.0 / depth, 0.0 * one, 0.0 * one, one]
+    bands += [0.0 * one, 0.0 * one, 1.0 - lit]
+    rays = GRID * GRID
+    pixels = [np.empty(0, np.int64)]
+    found = [[np.empty(0)] * len(BANDS)]
+    for shape, metal, seen in _front(bodies, size, ground.size * rays):
+        body, cell, away, _, _, z = seen
+        nx, ny, nz, _ = _normals(shape, bodies, seen)
+        light = nx * bodies.light_x[body] + ny * bodies.light_y[body] + nz * bodies.light_z[body]
+        height = bodies.height[body] + z * away
+        flat = np.zeros(len(body))
+        pixels.append(cell // rays)
+        found.append(
+            [
+                *_shade(shape, metal, bodies, seen),
+                *(np.maximum(light, 0.0), away, 1.0 / away, nx, ny, nz, height),
+                *(flat + metal, flat),
+            ]
+        )
+    pixel = np.concatenate(pixels)
+    covered = np.bincount(pixel, minlength=ground.size)
+    for band, parts in zip(bands, zip(*found, strict=True), strict=True):
+        band *= rays - covered
+        band += np.bincount(pixel, np.concatenate(parts), ground.size)
+        band /= rays
+    return np.stack(bands, axis=1).reshape(-1, size, size, len(BANDS))
 
 
 def render(scene: Scene, size: int) -> tuple[Bytes, Bytes]:

@@ -16,18 +16,22 @@ from torch import Tensor
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
-from stopmim.data.crops import crop_box, draw_augmentation
+from stopmim.data.crops import crop_box, crop_scale, draw_augmentation
 from stopmim.data.images import Images, InMemory
 
+# float32 may hold NaN, which is replaced on the CPU alone; torch lacks most operations on uint16.
+RESIDENT = ("uint8", "int16")
 SHARE = 0.25  # of the free GPU memory that the images may take
 
 
 def pixels_for(images: Images, device: torch.device) -> Tensor | None:
-    """All images (N, H, W, 3) on the GPU; None on a CPU, or if they are on disk or too many."""
+    """All images (N, H, W, C) on the GPU; None on a CPU, or if they are on disk or too many."""
     if device.type != "cuda" or not isinstance(images, InMemory):
         return None
     pixels = images.resident_pixels()
     if pixels is None or pixels.nbytes > SHARE * torch.cuda.mem_get_info(device)[0]:
+        return None
+    if pixels.dtype.name not in RESIDENT:
         return None
     return torch.from_numpy(np.ascontiguousarray(pixels)).to(device)
 
@@ -44,17 +48,18 @@ class CropPlans(NamedTuple):
 def plan(config: Config, shape: Sequence[int], keys: list[tuple[int, int]]) -> CropPlans:
     """The random draws of `loading.Crops` for images (H, W), without the crops themselves."""
     rngs = [numpy_generator("crop", config.seed, *key) for key in keys]
-    boxes = np.array([crop_box(rng, shape[0], shape[1], config.data.crop_scale) for rng in rngs])
+    scale = crop_scale(config.data, shape[0], shape[1])
+    boxes = np.array([crop_box(rng, shape[0], shape[1], scale) for rng in rngs])
     augmentation = np.stack([draw_augmentation(rng) for rng in rngs])
     return CropPlans(np.array([number for _, number in keys]), boxes, augmentation)
 
 
 def crops(pixels: Tensor, numbers: Tensor, boxes: Tensor, size: int) -> Tensor:
-    """Crops resized as by `crops.resized_crop`: (B, 3, S, S) float32, 0 to 255.
+    """Crops resized as by `crops.resized_crop`: (B, C, S, S) float32, in stored units.
 
-    Takes pixels (N, H, W, 3) uint8; image numbers (B,); boxes (B, 4): top, left, height, width.
+    Takes pixels (N, H, W, C); image numbers (B,); boxes (B, 4): top, left, height, width.
     """
-    images = pixels[numbers].permute(0, 3, 1, 2).float()  # (B, 3, H, W)
+    images = pixels[numbers].permute(0, 3, 1, 2).float()  # (B, C, H, W)
     top, left, height, width = boxes.float().unbind(1)
     rows = _weights(top, height, images.shape[2], size)  # (B, 1, S, H)
     columns = _weights(left, width, images.shape[3], size)  # (B, 1, S, W)

@@ -1,4 +1,4 @@
-"""Part of the images of a source: those not skipped, those on a list, or one side of a split."""
+"""Part of the images of a source, as those not skipped or one side of a split; some channels."""
 
 import hashlib
 from collections import defaultdict
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stopmim.base.errors import DataError
+from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.images import Chunked, Images, read_together, stamp
+from stopmim.data.decode import BadImageError
+from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
+from stopmim.data.rasters.raster import Raster
+from stopmim.data.rasters.stack import Some
 
 
 class Subset:
@@ -18,7 +21,7 @@ class Subset:
     def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
         self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
         self.labels = {name: label[self.kept] for name, label in images.labels.items()}
-        self.classes: list[str] = getattr(images, "classes", [])
+        forward(self, images, "classes", "channels", "kind", "channel_names")
         if isinstance(images, Chunked):  # the rest of a chunk is still contiguous
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
@@ -35,6 +38,9 @@ class Subset:
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
         return read_together(self.images, self.kept[numbers])
 
+    def open(self, i: int) -> Raster | None:
+        return open_image(self.images, int(self.kept[i]))
+
     def name(self, i: int) -> str:
         return self.images.name(int(self.kept[i]))
 
@@ -42,9 +48,63 @@ class Subset:
         return stamp(self.images)
 
 
+class Selected:
+    """Some channels of every image, in this order: by number, or by name if they have names."""
+
+    def __init__(self, images: Images, channels: Sequence[str]) -> None:
+        self.images, self.labels = images, images.labels
+        names: list[str] = getattr(images, "channel_names", None) or []
+        total: int = getattr(images, "channels", 64)  # not known before an image is read
+        known = {str(i): i for i in range(total)} | {name: i for i, name in enumerate(names)}
+        for one in channels:
+            if one not in known:
+                which = ", ".join(names) or f"0 to {total - 1}"
+                raise UserError(f"channels:{one}: no such channel; there are {which}")
+        self.index = [known[one] for one in channels]
+        forward(self, images, "classes", "in_process", "unreadable", "chunks", "window")
+        if hasattr(images, "channels") or hasattr(images, "kind"):
+            self.channels, self.kind = len(self.index), getattr(images, "kind", "uint8")
+        self.channel_names = [names[i] for i in self.index] if names else []
+        chosen = repr(self.index).encode()
+        self.fingerprint = hashlib.sha256(images.fingerprint.encode() + chosen).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __str__(self) -> str:
+        return f"channels:{','.join(map(str, self.index))}:{self.images}"
+
+    def read(self, i: int) -> np.ndarray:
+        pixels = self.images.read(i)
+        if max(self.index) >= pixels.shape[2]:
+            raise BadImageError(f"{pixels.shape[2]} channels; channel {max(self.index)} is missing")
+        return pixels[..., self.index]
+
+    def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
+        found = read_together(self.images, numbers)
+        return None if found is None else found[..., self.index]
+
+    def open(self, i: int) -> Raster | None:
+        whole = open_image(self.images, i)
+        return None if whole is None else Some(whole, self.index)
+
+    def name(self, i: int) -> str:
+        return self.images.name(i)
+
+    def stamp(self) -> str:
+        return stamp(self.images)
+
+
+def forward(part: object, images: Images, *abilities: str) -> None:
+    """Gives `part` those of these abilities that the images have which it is taken from."""
+    for name in abilities:
+        if hasattr(images, name):
+            setattr(part, name, getattr(images, name))
+
+
 def underlying(images: Images) -> Images:
     """The images that a subset, or a subset of a subset, is taken from; or `images` itself."""
-    return underlying(images.images) if isinstance(images, Subset) else images
+    return underlying(images.images) if isinstance(images, Subset | Selected) else images
 
 
 def without_loose(images: Images) -> Images:

@@ -7,6 +7,7 @@ image takes too long.
 """
 
 import atexit
+import contextlib
 import errno
 import itertools
 import os
@@ -86,15 +87,21 @@ class Watched:
         self.reading = torch.full((self.workers,), -1).share_memory_()  # image of each worker
 
     def read(self, i: int) -> np.ndarray:
-        if _number is None:
+        with self.reading_image(i):
             return self.images.read(i)
+
+    @contextlib.contextmanager
+    def reading_image(self, i: int) -> Iterator[None]:
+        """While image `i` is read: in a worker, records it and limits the time."""
+        if _number is None:
+            yield
+            return
         self.reading[_number] = i
         # Nothing handles this alarm: it kills the process even while a C library hangs.
         signal.setitimer(signal.ITIMER_REAL, self.timeout)
         try:
-            pixels = self.images.read(i)
+            yield
             self.reading[_number] = -1
-            return pixels
         except BadImageError:
             self.reading[_number] = -1
             raise

@@ -55,6 +55,8 @@ def of_encoder(encoder: nn.Module) -> str:
     Our own code is hashed by `of_code`.
     """
     digest = hashlib.sha256()
+    # How images are normalised is no weight, and changes features as well.
+    digest.update(repr(getattr(getattr(encoder, "transform", None), "stats", None)).encode())
     for package, files in sorted(_foreign_code(encoder).items()):
         digest.update(repr((package, _version(package), len(files))).encode())
         for file in files:

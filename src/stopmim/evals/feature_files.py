@@ -8,9 +8,10 @@ import numpy as np
 
 from stopmim.base.errors import StorageError, UserError
 from stopmim.data.images import Images
+from stopmim.data.looking import check_like
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
-from stopmim.evals.features import extract
+from stopmim.evals.features import extract, stats_for
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder
 from stopmim.weights.load import load_encoder
@@ -49,6 +50,7 @@ def write_features(
     network: Any = load_encoder(encoder) if isinstance(encoder, str | Path) else encoder
     _check(network, layers, pool, size)
     images, where = without_skipped(open_images(data), skip), choose_device(device)
+    check_like(images, stats_for(network))
     network.to(where)
     features = extract(
         network,

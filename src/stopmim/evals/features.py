@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stopmim.base.console import Ticker
-from stopmim.base.errors import NonFiniteError
+from stopmim.base.errors import DataError, NonFiniteError
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
+from stopmim.data.pixels import RGB, PixelStats
 from stopmim.evals import cache
 from stopmim.evals.showing import Kept, Showing
 from stopmim.evals.views import TrainView, View, middle
@@ -41,6 +42,11 @@ def evaluating(encoder: Encoder | nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def stats_for(encoder: object) -> PixelStats:
+    """The statistics that `encoder` was trained with; ImageNet's if it does not say."""
+    return getattr(getattr(encoder, "transform", None), "stats", RGB)
+
+
 def extract(
     encoder: Encoder,
     images: Images,
@@ -55,21 +61,23 @@ def extract(
     """Features (N, layers * D) of all `images` in their order, float32 on the CPU.
 
     Args:
-        size: edge of the usual view, see `views.middle`; or batches (B, 3, S, S) uint8 of what the
-            encoder sees, on `device`.
+        size: edge of the usual view, see `views.middle`; or batches (B, C, S, S) of what the
+            encoder sees, in stored units, on `device`.
         layers: number of last blocks, concatenated.
         batch_size: affects the features by no more than rounding; see `Showing.batches`.
         device: where the encoder is.
         precision: dtype of autocast; None is float32 throughout.
 
     Raises:
-        DataError: an image cannot be read. Without it, this would be another test set.
+        DataError: an image cannot be read. Without it, this would be another test set. Or the
+            encoder takes images of other channels.
         NonFiniteError: the encoder returns NaN or infinity.
     """
     device, n = torch.device(device), len(images)
     if isinstance(size, int):
         size = Showing(images, middle(encoder, images, size)).batches(device, batch_size)
-    answer = partial(_answer, partial(encoder.features, layers=layers, pool=pool), precision)
+    features_of = partial(encoder.features, layers=layers, pool=pool)
+    answer = partial(_answer, features_of, stats_for(encoder), precision)
     # Allocated outside inference mode, so that a caller may train on it.
     features, done, begin = torch.empty(n, layers * encoder.width), 0, time.monotonic()
     with evaluating(encoder), Ticker("features", n) as ticker:
@@ -86,11 +94,17 @@ def extract(
 
 
 def _answer(
-    features: Callable[[Tensor], Tensor], precision: torch.dtype | None, batch: Tensor
+    features: Callable[[Tensor], Tensor],
+    stats: PixelStats,
+    precision: torch.dtype | None,
+    batch: Tensor,
 ) -> Tensor:
     """Features (B, layers * D) of a batch, float32; a GPU may still be computing them."""
+    if batch.shape[1] != stats.channels:
+        got = f"these images have {batch.shape[1]}"
+        raise DataError(f"the encoder takes images of {stats.channels} channels; {got}")
     with torch.autocast(batch.device.type, dtype=precision, enabled=precision is not None):
-        return features(normalise(batch)).float().to("cpu", non_blocking=True)
+        return features(normalise(batch, stats)).float().to("cpu", non_blocking=True)
 
 
 def _one_behind(found: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.base import schedules
-from stopmim.base.console import Ticker
+from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
+from stopmim.data.looking import check_like
+from stopmim.evals.features import stats_for
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.randaugment import rand_augment
 from stopmim.evals.recipes import Tuning
@@ -40,6 +42,8 @@ def finetune(inputs: Inputs, label: str, recipe: Tuning, *, every_epoch: bool = 
     y, test_y = inputs.labels_of(label)
     if len(y.unique()) < 2:
         raise DataError(f"{label}: all {len(y)} training images are of one class")
+    for part in (inputs.train, inputs.test):
+        check_like(part, stats_for(inputs.encoder))
     tuner = _Tuner(inputs, int(y.max()) + 1, recipe)
     steps = max(1, len(y) // recipe.batch_size)
     correct = []
@@ -59,6 +63,10 @@ class _Tuner:
         self.recipe, self.seed, self.precision = recipe, inputs.seed, inputs.precision
         self.device, self.classes = torch.device(inputs.device), classes
         self.view = replace(inputs.shown.test, mode="bicubic")
+        self.stats = stats_for(inputs.encoder)
+        self.in_colour = (self.stats.channels, self.stats.kind) == (3, "uint8")
+        if not self.in_colour and not inputs.untrained:
+            say("finetune: RandAugment is for 8-bit RGB: images are only cropped and flipped")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(torch_generator("finetune", self.seed).initial_seed())
             self.model = Classifier(inputs.encoder, classes, recipe.drop_path).to(self.device)
@@ -75,7 +83,10 @@ class _Tuner:
 
         def show(i: int) -> Tensor:
             rng = numpy_generator("finetune", self.seed, epoch, i)
-            pixels = crop(read(images, i), rng).permute(1, 2, 0).numpy()
+            shown = crop(read(images, i), rng)
+            if not self.in_colour:
+                return shown
+            pixels = shown.permute(1, 2, 0).numpy()
             return torch.from_numpy(rand_augment(pixels, rng).copy()).permute(2, 0, 1)
 
         shown = batches(show, (part.tolist() for part in parts))
@@ -84,7 +95,7 @@ class _Tuner:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["scale"] * rate(self.recipe, step, steps)
             rng = numpy_generator("mix", self.seed, step)
-            x = erase(normalise(pixels.to(self.device)), self.recipe.erase, rng)
+            x = erase(normalise(pixels.to(self.device), self.stats), self.recipe.erase, rng)
             wanted = F.one_hot(y[part], self.classes).float().to(self.device)
             x, wanted = mix(x, wanted, self.recipe, rng)
             logits = self._logits(x, torch_generator("drop", self.seed, step))
@@ -100,7 +111,7 @@ class _Tuner:
         """Number of test images that are classified correctly."""
         parts = (part.tolist() for part in torch.arange(len(images)).split(256))
         found = [
-            self._logits(normalise(pixels.to(self.device))).argmax(dim=1).cpu()
+            self._logits(normalise(pixels.to(self.device), self.stats)).argmax(dim=1).cpu()
             for pixels in batches(lambda i: self.view(read(images, i)), parts)
         ]
         return int((torch.cat(found) == y).sum())
@@ -167,8 +178,8 @@ def groups(model: Classifier, recipe: Tuning) -> list[dict[str, Any]]:
 
 
 def erase(images: Tensor, chance: float, rng: np.random.Generator) -> Tensor:
-    """Replaces 2 % to a third of some images (B, 3, H, W) with noise, in place."""
-    height, width = images.shape[-2:]
+    """Replaces 2 % to a third of some images (B, C, H, W) with noise, in place."""
+    channels, height, width = images.shape[1:]
     for i in np.flatnonzero(rng.random(len(images)) < chance):
         for _ in range(10):
             area = height * width * rng.uniform(0.02, 1 / 3)
@@ -176,7 +187,7 @@ def erase(images: Tensor, chance: float, rng: np.random.Generator) -> Tensor:
             h, w = round(np.sqrt(area * aspect)), round(np.sqrt(area / aspect))
             if h < height and w < width:
                 top, left = rng.integers(0, (height - h, width - w), endpoint=True)
-                noise = torch.from_numpy(rng.standard_normal((3, h, w), np.float32))
+                noise = torch.from_numpy(rng.standard_normal((channels, h, w), np.float32))
                 images[i, :, top : top + h, left : left + w] = noise.to(images)
                 break
     return images

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from stopmim.base.console import say
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
+from stopmim.data.channels import described
 from stopmim.data.images import Images
+from stopmim.data.looking import check_like
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
@@ -23,7 +25,7 @@ from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying, without_loose
 from stopmim.data.transform import seeing
 from stopmim.evals import cache
-from stopmim.evals.features import frozen
+from stopmim.evals.features import frozen, stats_for
 from stopmim.evals.recipes import TASKS
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result, Selection, wilson_interval
@@ -205,6 +207,8 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     Scenes are tested on as many scenes with the next seed.
     """
     train, test = _open_pair(encoder, request)
+    for part in (train, test):
+        check_like(part, stats_for(encoder))
     return _labelled(train), _labelled(test)
 
 
@@ -213,6 +217,9 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
     if share is not None and (data is None or not 0 < share < 1):
         raise UserError(f"--hold-out {share:g}: expected a share of --data, e.g. 0.2")
     if train is None and test is None:
+        if data is None and not (stats := stats_for(encoder)).is_picture:
+            what = described(stats.channels, stats.kind)
+            raise UserError(f"eval: --data is missing; this encoder takes images of {what}")
         data = f"scenes:4096:{native_size(encoder)}:3" if data is None else data
     elif data is not None:
         raise UserError("eval: --data is both parts in one: leave out --train and --test")

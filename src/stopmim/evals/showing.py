@@ -3,7 +3,7 @@
 Images that can be read together are resized many at a time by threads, outside of Python. All
 others are read by worker processes: decoders hold Python's lock, so that threads take turns.
 
-Shapes: N images, B of a batch, S pixels along one edge of a view.
+Shapes: N images, B of a batch, C channels, S pixels along one edge of a view.
 """
 
 import mmap
@@ -24,6 +24,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data import workers
+from stopmim.data.channels import as_kind, described
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, read_together
 from stopmim.evals.views import TrainView, View
@@ -55,7 +56,10 @@ class Part(NamedTuple):
 def read(images: Reader, i: int) -> np.ndarray:
     """Reads image `i`, or raises a DataError that names it."""
     try:
-        return images.read(i)
+        pixels = images.read(i)
+        if pixels.ndim != 3 or (found := as_kind(pixels)) is None:
+            raise BadImageError(f"{pixels.dtype} {pixels.shape}; expected numbers (H, W, C)")
+        return found
     except BadImageError as error:
         raise DataError(
             f"{images.name(i)}: {error}; no image is left out unasked: fix or remove it, or "
@@ -72,19 +76,22 @@ class Showing:
     draw: tuple[int, int] = (0, 0)
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Height and width of the views, by the first of them."""
-        return tuple(self._one(self.images, 0).shape[1:])
+    def first(self) -> tuple[Tensor, tuple[int, str]]:
+        """The first view (C, S, S), and channels and type of its image: all must have the same."""
+        pixels = read(self.images, 0)
+        return self._show(pixels, 0), (pixels.shape[2], pixels.dtype.name)
 
     def batches(self, device: torch.device, size: int | None = None) -> Iterator[Tensor]:
-        """Yields views (B, 3, S, S) uint8 on `device`, `size` at a time; the next overwrites them.
+        """Yields views (B, C, S, S) on `device`, `size` at a time; the next overwrites them.
+
+        They are uint8, or float32 in stored units for images of another type.
 
         By default 256; on a GPU more if they are small, to keep it busy, fewer if they are large.
         """
         if not len(self.images):
             return
         if size is None:
-            height, width = self.shape
+            height, width = self.first[0].shape[1:]
             suited = max(1, min(2048, PIXELS // (height * width)))
             size = 256 if device.type == "cpu" else suited
         made = self._made(min(size, len(self.images)))
@@ -97,7 +104,8 @@ class Showing:
         ahead = workers.AHEAD * (processes or torch.get_num_threads())  # parts that are being made
         # The batch in use, and those that parts ahead belong to, whose first may be half done.
         slots = 2 + -(-ahead // -(-size // length))
-        ring = _memory((slots, size, *self.shape, 3), shared=processes > 0)
+        view = self.first[0].movedim(0, 2).numpy()
+        ring = _memory((slots, size, *view.shape), view.dtype, shared=processes > 0)
         parts = (
             Part(start // size % slots, row, start + row, min(start + row + length, stop))
             for start, stop in ((i, min(i + size, n)) for i in range(0, n, size))
@@ -130,16 +138,25 @@ class Showing:
         return part, ""
 
     def _together(self, begin: int, end: int) -> Tensor | None:
-        """Views (B, 3, S, S) of images that are read together; not of random views."""
+        """Views (B, C, S, S) of images that are read together; not of random views."""
         if isinstance(self.view, TrainView):
             return None
         pixels = read_together(self.images, np.arange(begin, end))
+        pixels = None if pixels is None else as_kind(pixels)
         return None if pixels is None else self.view(pixels)
 
     def _one(self, images: Reader, i: int) -> Tensor:
+        pixels = read(images, i)
+        found, others = (pixels.shape[2], pixels.dtype.name), self.first[1]
+        if found != others:
+            what = f"{described(*found)}, where the others have {described(*others)}"
+            raise DataError(f"{images.name(i)}: {what}; leave it out with --skip FILE")
+        return self._show(pixels, i)
+
+    def _show(self, pixels: np.ndarray, i: int) -> Tensor:
         if isinstance(self.view, View):
-            return self.view(read(images, i))
-        return self.view(read(images, i), numpy_generator("view", *self.draw, i))
+            return self.view(pixels)
+        return self.view(pixels, numpy_generator("view", *self.draw, i))
 
 
 def worker_processes(n: int) -> int:
@@ -153,11 +170,12 @@ def worker_processes(n: int) -> int:
     return min(int(asked) if asked else workers.cores(), n // PARTS)
 
 
-def _memory(shape: tuple[int, ...], *, shared: bool) -> np.ndarray:
+def _memory(shape: tuple[int, ...], dtype: np.dtype[Any], *, shared: bool) -> np.ndarray:
     """Zeros; `shared` with processes that are forked later, without need of room in /dev/shm."""
     if not shared:
-        return np.empty(shape, np.uint8)
-    return np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
+        return np.empty(shape, dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 def _by_threads(
@@ -223,7 +241,7 @@ def _free(device: torch.device) -> int:
 
 
 def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> Iterator[Tensor]:
-    """Yields batches (B, 3, S, S) uint8 by threads, prefetching one."""
+    """Yields batches (B, C, S, S) by threads, prefetching one."""
     threads = torch.get_num_threads()
 
     def part(numbers: Sequence[int]) -> Tensor:

@@ -34,7 +34,7 @@ from stopmim.data.crops import normalise
 from stopmim.data.pixels import STD
 from stopmim.data.videos import Video, read_ahead
 from stopmim.data.workers import cores
-from stopmim.evals.features import Device, evaluating
+from stopmim.evals.features import Device, evaluating, stats_for
 from stopmim.evals.propagation import propagate, propagate_each
 from stopmim.evals.recipes import Propagation
 from stopmim.evals.regions import (
@@ -262,7 +262,8 @@ def follow(
             frames = [_upload(video.frame(i), device).permute(2, 0, 1)[None] for i in numbers]
             # Not antialiased, and rounded, as cv2.resize does.
             frames = [F.interpolate(f.float(), size, mode="bilinear").round() for f in frames]
-            pixels = normalise(torch.cat(frames)[..., : grid[0] * patch, : grid[1] * patch])
+            whole = torch.cat(frames)[..., : grid[0] * patch, : grid[1] * patch]
+            pixels = normalise(whole, stats_for(encoder))
             if options.compat == "released":
                 pixels[:, 0] *= STD[0] / RED
             with torch.autocast(device.type, dtype=precision, enabled=precision is not None):

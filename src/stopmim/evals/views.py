@@ -41,7 +41,7 @@ class View:
         return self.crop or (min(self.resize) if isinstance(self.resize, tuple) else self.resize)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> Tensor:
-        """Maps (H, W, 3) to (3, S, S), or a batch (B, H, W, 3) of one size; uint8; not random."""
+        """Maps (H, W, C) to (C, S, S), or a batch (B, H, W, C) of one size; not random."""
         if isinstance(self.resize, tuple):
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
@@ -68,7 +68,7 @@ class TrainView:
     retry: bool = True  # redraw a crop that exceeds the image; False: clip it
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """Maps (H, W, 3) to (3, S, S), both uint8."""
+        """Maps (H, W, C) to (C, S, S)."""
         height, width = image.shape[:2]
         box = Box(0, 0, height, width)
         if self.scale is not None:

@@ -17,7 +17,9 @@ import torch
 
 from stopmim.base.errors import UserError
 from stopmim.base.tables import aligned
-from stopmim.config.schema import Config, MaskingConfig
+from stopmim.config.schema import Config, MaskingConfig, override
+from stopmim.data.looking import check_like
+from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.sources.open import open_images
 from stopmim.health.log import Logged, measurements
 from stopmim.health.measure import Health
@@ -249,7 +251,12 @@ def _examine_weights(path: Path, data: str) -> Diagnosis:
         patch, side = model.encoder.patch, model.encoder.side
         masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
         config = Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks)
-    health = Health(open_images(data), config, torch.device("cpu"))
+        stats = getattr(model.encoder.transform, "stats", RGB)
+        if stats != RGB:  # of an export
+            config = override(config, {f"data.{key}": x for key, x in stats.tag().items()})
+    images = open_images(data)
+    check_like(images, stats_of(config), str(path))
+    health = Health(images, config, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         now = health.measure(model) | {"step": step or 0}

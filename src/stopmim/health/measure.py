@@ -21,12 +21,13 @@ from stopmim.config.schema import Config
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
 from stopmim.data.loading import read_crops
+from stopmim.data.pixels import stats_of
 from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.predictor import Predictor
 
-Forward = Callable[[MaskedImageModel, Tensor], Tensor]  # of normalised images (n, 3, S, S)
+Forward = Callable[[MaskedImageModel, Tensor], Tensor]  # of normalised images (n, C, S, S)
 
 SAMPLE = 128  # images, with two crops each
 CHUNK = {"cpu": 32, "cuda": SAMPLE}  # images at a time: fits a cache, or takes few launches
@@ -62,10 +63,11 @@ class Health:
         chosen = numpy_generator("probe", config.seed).choice(total, count, replace=False)
         # Two crops of each image; no epoch of training is below 0.
         keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
-        pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, 3, S, S)
+        pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, C, S, S)
         usable = [k for k, pair in enumerate(pairs) if pair.numel()]
-        none = torch.empty(2, 0, 3, config.image_size, config.image_size, dtype=torch.uint8)
-        # (2, n, 3, S, S) uint8
+        self.stats = stats_of(config)
+        none = torch.empty(2, 0, self.stats.channels, config.image_size, config.image_size)
+        # (2, n, C, S, S) in stored units
         self.views = torch.stack([pairs[k] for k in usable], dim=1) if usable else none
         labels = {
             name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
@@ -105,7 +107,9 @@ class Health:
 
     def _run(self, forward: Forward, model: MaskedImageModel, view: Tensor, dim: int = 0) -> Tensor:
         """`forward` of all images of a view, in the precision of training, joined along `dim`."""
-        chunks = (normalise(pixels.to(self.device)) for pixels in view.split(self.chunk))
+        chunks = (
+            normalise(pixels.to(self.device), self.stats) for pixels in view.split(self.chunk)
+        )
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
             return torch.cat([forward(model, images).float() for images in chunks], dim)
 

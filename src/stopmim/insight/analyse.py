@@ -37,6 +37,7 @@ def analyse(
     runs: Sequence[str | Path],
     out: str | Path | None = None,
     data: str | Path | Images | None = None,
+    show: Sequence[str] = (),
 ) -> list[Path]:
     """Writes one PNG per analysis and returns their paths.
 
@@ -46,6 +47,7 @@ def analyse(
             `smoothing` need none: they are about the method.
         out: folder for the figures; default: the folder `figures` of the first run.
         data: the images; default: those the runs were trained on.
+        show: channels for red, green and blue of pictures, by number from 0 or by name; or one.
     """
     of_the_method = what in ("collapse", "smoothing")
     if not runs and not (of_the_method and out is not None):
@@ -58,7 +60,7 @@ def analyse(
         images = images_of(found[0])  # once: rendering thousands of scenes takes time
     paths = []
     for one in get_args(What) if what == "all" else (what,):
-        picture = figure_of(one, found, images)
+        picture = figure_of(one, found, images, show)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             picture.savefig(folder / f"{one}.png", dpi=DPI)
@@ -68,7 +70,9 @@ def analyse(
     return paths
 
 
-def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
+def figure_of(
+    what: What, runs: list[Run], images: Images | None, show: Sequence[str] = ()
+) -> Figure:
     """Draws the figure of one analysis."""
     match what:
         case "noise":
@@ -82,18 +86,18 @@ def figure_of(what: What, runs: list[Run], images: Images | None) -> Figure:
             picture.supxlabel(found.caption, size=8.5)
             return picture
         case "prediction":
-            return prediction.heat_maps(load(runs, images, 4 * IMAGES))
+            return prediction.heat_maps(load(runs, images, 4 * IMAGES, show))
         case "collapse":
             return theory.collapse(runs)
         case "smoothing":
             return theory.smoothing()
         case "pca":
-            return pca.figure(load(runs, images, 2 * IMAGES))
+            return pca.figure(load(runs, images, 2 * IMAGES, show))
         case "masks":
-            return masks.figure(views(runs[0], images, IMAGES), runs[0].config)
+            return masks.figure(views(runs[0], images, IMAGES, show), runs[0].config)
         case "uncertainty":
-            return prediction.uncertainty_maps(load(runs[:1], images, IMAGES)[0])
+            return prediction.uncertainty_maps(load(runs[:1], images, IMAGES, show)[0])
         case "neighbours":
-            return neighbours.figure(neighbours.find(runs, images))
+            return neighbours.figure(neighbours.find(runs, images, show))
         case unknown:
             assert_never(unknown)

@@ -22,10 +22,11 @@ from stopmim.gpu.attention import attend, gelu
 from stopmim.method.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
+HIGHEST = 10.0  # white is 2.6 when normalised; what noise is tried with may be beyond that
 
 Pool = Literal["mean", "cls"]
 Start = Literal["jepa", "mae"]  # whose initial weights
-# A file, an image, or its pixels as uint8: (H, W, 3) in an array, (3, H, W) in a tensor.
+# A file, an image, or its pixels as stored: (H, W, C) in an array, (C, H, W) in a tensor.
 Picture = str | PathLike[str] | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
 
@@ -50,26 +51,23 @@ class ImageEncoder(Encoder, Protocol):
     transform: Callable[[Pictures], Tensor]  # shows it pictures, as in every evaluation
 
     def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
-        """The same for files, PIL images and uint8 pixels; floats must be normalised."""
+        """The same for files, PIL images and pixels; floats in tensors must be normalised."""
 
 
 def no_transform(pictures: Pictures) -> Tensor:
     """The transform of an encoder that was not loaded."""
-    raise ValueError("an encoder that was not loaded takes only normalised floats (B, 3, H, W)")
-
-
-HIGHEST = 10.0  # white is 2.6 when normalised; what noise is tried with may be beyond that
+    raise ValueError("an encoder that was not loaded takes only normalised floats (B, C, H, W)")
 
 
 def as_input(images: Pictures, transform: Callable[[Pictures], Tensor]) -> Tensor:
-    """Floats as they are, anything else by `transform`: (B, 3, H, W)."""
+    """Tensors of floats as they are, anything else by `transform`: (B, C, H, W)."""
     if not isinstance(images, Tensor) or not images.is_floating_point():
         images = transform(images)
         return images if images.ndim == 4 else images[None]
     if images.numel():
         low, high = images.detach().aminmax()
-        if high > HIGHEST:
-            what = f"floats up to {float(high):.0f}; expected uint8 pixels from 0 to 255"
+        if high > getattr(transform, "highest", HIGHEST):
+            what = f"floats up to {float(high):.0f}; expected pixels in their stored type (uint8)"
             raise ValueError(f"features: {what}, or floats normalised as by encoder.transform")
         if low >= 0 and 0.5 < high <= 1:
             what = "all floats are in 0..1, which is not normalised: see encoder.transform"
@@ -227,6 +225,8 @@ class VisionTransformer(nn.Module):
     def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Patches with their positions, (B, N, D), or (B, K, D) for those at `index` (B, K)."""
         height, width = images.shape[-2:]
+        if images.shape[1] != self.channels:
+            raise ValueError(f"images have {images.shape[1]} channels; expected {self.channels}")
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
         positions = self.positions(height // self.patch, width // self.patch)  # (1, N, D)
@@ -270,8 +270,8 @@ class VisionTransformer(nn.Module):
         """The last `layers` blocks, each normed and pooled, (B, layers * D).
 
         Args:
-            images: floats (B, 3, H, W), normalised; or, if the encoder was loaded, pictures for
-                its `transform`: one or a list of paths, PIL images or uint8 pixels.
+            images: floats (B, C, H, W), normalised; or, if the encoder was loaded, pictures for
+                its `transform`: one or a list of paths, PIL images (RGB) or pixels as stored.
             pool: "mean" averages over patches, "cls" takes the class token.
         """
         if pool not in ("mean", "cls"):

@@ -5,7 +5,7 @@ it is normed, and the loss. `Features` is I-JEPA, `Pixels` is MAE. Whether an en
 (EMA) is a property of the target, and not the same question as what is predicted.
 
 Shapes: B images, C context patches, M target blocks of K patches or L cells of 2x2 patches, N
-patches, D width, T numbers to predict per patch: D features, or its p * p * 3 pixels.
+patches, D width, T numbers to predict per patch: D features, or its p * p * C pixels.
 """
 
 import copy
@@ -165,10 +165,10 @@ class Pixels(Target):
     loss_name = "squared error"
 
     def width(self, encoder: VisionTransformer) -> int:
-        return 3 * encoder.patch**2
+        return encoder.channels * encoder.patch**2
 
     def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
-        pixels = patchify(images, teacher.patch)  # (B, N, p * p * 3)
+        pixels = patchify(images, teacher.patch)  # (B, N, p * p * C)
         pixels = torch.stack([take(pixels, block) for block in index])
         if not self.normed:
             return pixels

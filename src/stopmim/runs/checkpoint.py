@@ -23,6 +23,8 @@ from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
 from stopmim.base.sandbox import read_tree
 from stopmim.config.schema import Config
+from stopmim.data.pixels import stats_of
+from stopmim.data.transform import seeing
 from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
@@ -120,7 +122,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def load_model(path: Path) -> MaskedImageModel:
-    """Loads the model of a run directory or of one of its checkpoints, in evaluation mode."""
+    """Loads the model of a run directory or of one of its checkpoints, in evaluation mode.
+
+    Its encoders take images as the config says they are.
+    """
     if (path / "run.json").exists():
         path = newest_intact(path)
     elif not (path / "manifest.json").exists():
@@ -134,6 +139,8 @@ def load_model(path: Path) -> MaskedImageModel:
         config = Config.model_validate_json(json.dumps(state(path)["config"]))
         with torch.device("meta"):
             model = build(config)
+        for encoder in (model.encoder, model.branch()):
+            seeing(encoder, stats_of(config))
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / 'state.json'}: not a run's: {what}") from None

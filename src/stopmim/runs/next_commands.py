@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from stopmim.base.errors import UserError
-from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.open import is_generated, open_images, open_test
 from stopmim.runs.run import Run
 
 HOLD_OUT = "0.2"  # share of the images to test on, where they have no test split
@@ -29,7 +29,7 @@ def evaluation_command(run: Run) -> str | None:
     """The command that evaluates a run on its own images; None if these have no labels."""
     source = str(run.about["data"]["source"])
     words = ["stopmim", "eval", "suite", str(run.path), "--data"]
-    if source.split(":")[0] == "scenes":  # not opened, since that renders them
+    if is_generated(source):  # not opened, since that renders them
         return shlex.join([*words, source])
     try:
         if not any(len(set(values.tolist())) > 1 for values in open_images(source).labels.values()):

@@ -32,7 +32,6 @@ from stopmim.base.errors import CheckpointError, DataError, RunInUseError, Stora
 from stopmim.base.files import append_jsonl, read_jsonl, write_whole
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
-from stopmim.data.transform import seeing
 from stopmim.method.encoder import ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -90,7 +89,7 @@ class Run:
         return checkpoint.load_model(self.checkpoint)
 
     def encoder(self, branch: Literal["target", "context"] = "target") -> ImageEncoder:
-        return seeing(self.model().branch(branch))
+        return self.model().branch(branch)
 
     def add_result(self, **result: Any) -> None:
         append_jsonl(self.path / "results.jsonl", result)

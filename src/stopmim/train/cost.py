@@ -17,8 +17,10 @@ from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
+from stopmim.data import looking
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
+from stopmim.data.looking import Seen
 from stopmim.data.workers import cores, default_workers
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, build_target, draw_masks
@@ -47,6 +49,7 @@ class Facts:
     side: int  # median of the shorter sides, in pixels; 0 if none of the sample can be read
     read_seconds: float  # to read one image on one core
     workers: int  # processes that would read them
+    seen: Seen = Seen()  # noqa: RUF009 - a tuple; channels and their type
 
 
 def look(images: Images) -> Facts:
@@ -60,7 +63,7 @@ def look(images: Images) -> Facts:
             continue
     seconds = (time.perf_counter() - begin) / max(1, len(numbers))
     side = int(np.median(sides)) if sides else 0
-    return Facts(len(images), side, seconds, default_workers(images))
+    return Facts(len(images), side, seconds, default_workers(images), looking.look(images))
 
 
 # ------------------------------------------------------------------------------ the network
@@ -76,7 +79,7 @@ class Work(NamedTuple):
 
 def work(config: Config, device: torch.device) -> Work:
     """Computes the work of a config without building its network."""
-    size, _ = parse_arch(config.arch)
+    size, patch = parse_arch(config.arch)
     sampler, n = build_sampler(config), config.side**2
     sizes = sampler.sizes(config.seed, likeliest_step(config))
     masks = sampler.draw(1, torch_generator("shapes"), sizes)  # only their shapes matter
@@ -84,6 +87,8 @@ def work(config: Config, device: torch.device) -> Work:
     read = targets * (c + k)  # tokens of the predictor: each target apart
     width, depth = config.predictor.width, config.predictor.depth or size.predictor_depth
     encoder = size.depth * (4 + 2 * size.mlp_ratio) * size.width**2  # parameters
+    # The patches of a picture are a hundredth of that, and not counted; those of many channels are.
+    encoder += ((config.data.channels or 3) - 3) * patch**2 * size.width
     predictor = depth * 12 * width**2
     follows = build_target(config).follows
     # Two operations per weight and token forward, four backward; the teacher sees all, forward.
@@ -165,7 +170,7 @@ def trial_update(
     model, step = build(config).to(device).train(), likeliest_step(config)
     make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
     generator = torch_generator("bench", device=device)
-    shape = (parts[0].stop, 3, config.image_size, config.image_size)
+    shape = (parts[0].stop, model.encoder.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator, device=device)
     sizes = build_sampler(config).sizes(config.seed, step)
 

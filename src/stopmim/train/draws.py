@@ -17,6 +17,7 @@ from stopmim.base.random_keys import torch_generator
 from stopmim.config.schema import Config
 from stopmim.data.crops import AUGMENT, normalise
 from stopmim.data.loading import Loaded
+from stopmim.data.pixels import stats_of
 from stopmim.method.build import build_sampler
 from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
@@ -54,6 +55,7 @@ class Draws:
         self.device = model.encoder.pos_embed.device
         self.beside, self.sampler = beside, build_sampler(config)
         self.change = AUGMENT.get(config.data.augmentation or "crop")
+        self.stats = stats_of(config)
         self.bad: list[tuple[str, str]] = []  # unreadable images met so far, with the reason
 
     def at(self, step: int) -> Iterator[Part]:
@@ -65,14 +67,14 @@ class Draws:
             masks = self.sampler.at_step(config.seed, step, self.parts, total, self.device)
         for part, own in zip(self.parts, masks, strict=True):
             with self.beside():
-                images = normalise(self._pixels(next(self.batches)))
+                images = normalise(self._pixels(next(self.batches)), self.stats)
                 batch = self.model.target.batch(images, own, sizes and sizes.target)
             # Not beside: its few kernels fill the whole GPU and would delay the update's.
             noise = draw_noise(self.model.predictor, own, part, config, step, self.dtype)
             yield batch, noise
 
     def _pixels(self, loaded: Loaded) -> Tensor:
-        """Augmented pixels (B, 3, S, S) on the device, 0 to 255."""
+        """Augmented pixels (B, C, S, S) on the device, in stored units."""
         self.bad += loaded.bad
         if not loaded.images.numel():  # an image can neither be read nor replaced
             self.bad_files.add(self.bad, usable=False)

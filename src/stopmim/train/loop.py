@@ -42,6 +42,7 @@ from stopmim.runs import checkpoint
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
 from stopmim.runs.saver import Saver
 from stopmim.train import advice
+from stopmim.train.channels import settle_channels
 from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
@@ -85,7 +86,8 @@ def pretrain(
                 images = _read(data)
                 source = source_of(data, images)
                 images = without_skipped(images, config.data.skip)
-                config = advice.settle(preset, overrides, images, device, path, world.size)
+                changes = settle_channels(config, overrides, images, path, world)
+                config = advice.settle(preset, changes, images, device, path, world.size)
                 if world.first:
                     announce(path, images, config, preset, world)
                 train(images, source, path, config, stop_at, world)

@@ -149,6 +149,9 @@ def plan_run(
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
         given = dict(flatten(changes))
         config = configure(config, {key: n for key, n in settled.items() if key not in given})
+    if not facts.seen.is_rgb and config.data.channels is None:
+        found = {"data.channels": facts.seen.channels, "data.kind": facts.seen.kind}
+        config = configure(config, found)
     name = config.arch if isinstance(chosen, Config) else str(chosen)
     return Plan(name, changes, config, facts, device)
 

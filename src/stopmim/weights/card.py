@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from stopmim._version import __version__
 from stopmim.base import tables
 from stopmim.base.files import number
+from stopmim.data.crops import FLAT
 from stopmim.data.transform import Transform
 from stopmim.method.build import build_sampler
 from stopmim.method.encoder import VisionTransformer
@@ -37,6 +38,8 @@ def card(target: Format, contents: Contents, encoder: VisionTransformer, branch:
         contents=contents,
         encoder=encoder,
         transform=Transform(encoder.side * encoder.patch),
+        stats=contents.stats,
+        flat=FLAT,
         branch=branch,
         version=__version__,
         masks=build_sampler(contents.config).describe() if contents.config else "",

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import metadata, read_json, read_tree
 from stopmim.config.schema import Config
-from stopmim.method.encoder import EPS, Encoder, VisionTransformer
+from stopmim.data.pixels import RGB, PixelStats, from_tag
+from stopmim.data.transform import seeing
+from stopmim.method.encoder import EPS, Encoder, ImageEncoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
 from stopmim.weights import vit
 
@@ -83,7 +85,7 @@ class Contents:
 
     path: Path
     project: str  # whose file it is, as far as its keys tell
-    encoder: Encoder
+    encoder: ImageEncoder
     network: str  # what the encoder is, in words
     model: MaskedImageModel | None = None  # with the predictor, if there is one
     no_model: str = ""  # the reason, if `model` is None
@@ -92,12 +94,21 @@ class Contents:
     config: Config | None = None  # of our own runs
     step: int | None = None
 
+    @property
+    def stats(self) -> PixelStats | None:
+        """Statistics of its images; None: the file does not say how they are normalised."""
+        return getattr(self.encoder.transform, "stats", None)
+
     def facts(self) -> dict[str, str]:
         """Label and value of each fact, in the order in which they are printed."""
         encoder: Any = self.encoder
         side, patch = encoder.side, encoder.patch
         facts = {"file": str(self.path), "project": self.project, "encoder": self.network}
         facts["images"] = f"{side * patch}x{side * patch} pixels, a grid of {side}x{side}"
+        if self.stats is None:
+            facts["channels"] = f"{encoder.channels}; not said how they are normalised"
+        elif self.stats != RGB:
+            facts |= self.stats.facts()
         parts = {"encoder": encoder} | ({"predictor": self.model.predictor} if self.model else {})
         millions = {k: sum(p.numel() for p in part.parameters()) / 1e6 for k, part in parts.items()}
         facts["parameters"] = ", ".join(f"{n:.2f} M of the {k}" for k, n in millions.items())
@@ -142,6 +153,16 @@ class Format:
         """Encoders and predictor in evaluation mode, likewise."""
         raise CheckpointError(f"{file}: there is no predictor in it")
 
+    def stats(self, file: WeightFile) -> PixelStats | None:
+        """Statistics of the images, from the tag of an export; None: the file does not say."""
+        tag = file.tag(vit.PIXELS_TAG)
+        return None if tag is None else from_tag(tag)
+
+    def seeing(self, file: WeightFile, encoder: Encoder) -> ImageEncoder:
+        """`encoder`, read from `file`, with the transform for its images."""
+        with vit.refusing(f"{file}: {vit.PIXELS_TAG} is not ours"):
+            return seeing(encoder, self.stats(file))
+
     def contents(self, file: WeightFile) -> Contents:
         """Everything known about `file`; an encoder without a usable predictor is enough."""
         try:
@@ -153,7 +174,8 @@ class Format:
         both = ("target (EMA, the default)", "context")
         branches = both if model and model.target_encoder else self.branches(file)
         project, network, epoch = self.project(file, encoder), self.network(encoder), file.epoch
-        return Contents(file.path, project, encoder, network, model, no_model, branches, epoch)
+        shown = self.seeing(file, encoder)
+        return Contents(file.path, project, shown, network, model, no_model, branches, epoch)
 
     def project(self, file: WeightFile, encoder: Encoder) -> str:
         """Whose file it is, if there is more to say than `name`."""

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from stopmim.base.console import is_first_rank, say
 from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import Config
-from stopmim.data.transform import seeing
+from stopmim.data.pixels import stats_of
 from stopmim.method.encoder import ImageEncoder, VisionTransformer
 from stopmim.method.model import MaskedImageModel
+from stopmim.weights.filters import fitted
 from stopmim.weights.format import Format, WeightFile
 from stopmim.weights.formats.data2vec import Data2vec
 from stopmim.weights.formats.huggingface import HuggingFace
@@ -62,7 +64,8 @@ def load_encoder(
     if branch not in ("target", "context"):
         raise ValueError(f'branch must be "target" or "context", got {branch!r}')
     file = WeightFile.at(path, heads)
-    return seeing(format_of(file).encoder(file, branch))
+    known = format_of(file)
+    return known.seeing(file, known.encoder(file, branch))
 
 
 def load_model(
@@ -73,14 +76,19 @@ def load_model(
     `decoder_heads` is needed for a decoder of MAE that is not 512 wide.
     """
     file = WeightFile.at(path, heads, decoder_heads)
-    return format_of(file).model(file)
+    known = format_of(file)
+    model = known.model(file)
+    for encoder in (model.encoder, model.branch()):
+        known.seeing(file, encoder)
+    return model
 
 
 def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:
     """The new `model`, its encoders with the weights of the one in ``config.init``, if any.
 
-    Positions come along, resized if the images have another size, and stay fixed. A run that has
-    checkpoints continues from them and does not need the file any more.
+    Positions come along, resized if the images have another size, and stay fixed. Filters are made
+    to fit the channels of the images, see filters.py. A run that has checkpoints continues from
+    them and does not need the file any more.
     """
     source = config.init
     if not source or any((run / "checkpoints").glob("step-*")):
@@ -94,8 +102,16 @@ def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImag
         if theirs.arch:
             advice = f"set --arch {theirs.arch} --class-token {str(theirs.class_token).lower()}"
         raise CheckpointError(f"init: {source} is {theirs}; the config says {own}: {advice}")
+    try:
+        stats = getattr(given.transform, "stats", None)
+        filters, said = fitted(given.patch_embed.proj.weight, stats, stats_of(config))
+    except ValueError as error:
+        raise CheckpointError(f"init: {source}: {error}") from None
+    if said and is_first_rank():
+        say(f"init: {source}: {said}")
     side, token = model.encoder.side, given.pos_embed[:, : given.prefix]
     state = given.state_dict() | {"pos_embed": torch.cat([token, given.positions(side, side)], 1)}
+    state["patch_embed.proj.weight"] = filters
     for part in (model.encoder, model.branch()):
         part.load_state_dict(state)
     return model

@@ -20,6 +20,7 @@ from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import one_line
 from stopmim.config.architectures import SIZES
+from stopmim.data.pixels import RGB, PixelStats
 from stopmim.method.build import from_tag
 from stopmim.method.encoder import EPS, VisionTransformer
 from stopmim.method.positions import sincos_2d
@@ -29,8 +30,9 @@ from stopmim.runs.checkpoint import fill
 
 Branch = Literal["target", "context"]  # the EMA encoder (teacher), or the trained one (student)
 
-# Tags that `export` writes beside the weights: heads, epsilon, and the kind of predictor.
-ENCODER_TAG, PREDICTOR_TAG = "stopmim.encoder", "stopmim.predictor"
+# Tags that `export` writes beside the weights: heads and epsilon, the kind of predictor, and the
+# statistics of images that are not ordinary pictures.
+ENCODER_TAG, PREDICTOR_TAG, PIXELS_TAG = "stopmim.encoder", "stopmim.predictor", "stopmim.pixels"
 
 CONTAINERS = ("model", "state_dict")  # MAE, timm's training script; iBOT's checkpoint_teacher.pth
 # DistributedDataParallel, then the multi-crop wrapper of DINO and iBOT, or a model around it.
@@ -138,10 +140,20 @@ def block_count(weights: Mapping[str, Any], prefix: str) -> int:
     return len(blocks)
 
 
-def tags(encoder: VisionTransformer, predictor: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def tags(
+    encoder: VisionTransformer,
+    predictor: Mapping[str, Any] | None = None,
+    stats: PixelStats | None = None,
+) -> dict[str, Any]:
     """The tags of an export; `WeightFile.tag` reads them."""
-    own = {ENCODER_TAG: {"heads": encoder.heads, "eps": encoder.norm.eps}}
-    return own | ({PREDICTOR_TAG: predictor} if predictor else {})
+    own: dict[str, Any] = {ENCODER_TAG: {"heads": encoder.heads, "eps": encoder.norm.eps}}
+    own |= {PREDICTOR_TAG: predictor} if predictor else {}
+    return own | pixels_tag(stats)
+
+
+def pixels_tag(stats: PixelStats | None) -> dict[str, Any]:
+    """The tag about images; there is none for ordinary pictures, nor where nothing is known."""
+    return {} if stats in (None, RGB) else {PIXELS_TAG: stats.tag()}
 
 
 def save_tagged(weights: State, file: Path, tags: Mapping[str, Any]) -> None:
@@ -174,12 +186,12 @@ def encoder_like(
 ) -> VisionTransformer:
     """An encoder of the architecture that the shapes of `weights` tell, without memory."""
     with refusing(f"{source}: not a plain ViT"):
-        width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+        width, channels, patch, _ = weights["patch_embed.proj.weight"].shape
         patches = weights["pos_embed"].shape[1] - class_token
         hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
         if (side := math.isqrt(patches)) ** 2 != patches:
             raise ValueError(f"its {patches} positions do not form a square")
-        if not min(width, patch, side, hidden):
+        if not min(width, channels, patch, side, hidden):
             raise ValueError("an empty tensor")
         if heads is None:
             heads = {size.width: size.heads for size in SIZES.values()}.get(width)
@@ -189,7 +201,8 @@ def encoder_like(
             raise CheckpointError(f"{source}: heads must be at least 1, got {heads}")
         depth, ratio = block_count(weights, "blocks."), hidden / width
         with torch.device("meta"):  # without memory until it is known to fit: see `fill`
-            return VisionTransformer(side * patch, patch, width, depth, heads, ratio, class_token)
+            sizes = (side * patch, patch, width, depth, heads, ratio, class_token)
+            return VisionTransformer(*sizes, channels)
 
 
 def predictor_like(

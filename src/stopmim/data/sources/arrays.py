@@ -3,31 +3,47 @@
 import hashlib
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from stopmim.base.errors import DataError, NoPartError
+from stopmim.data.channels import MOST, as_kind
 from stopmim.data.decode import one_line
 from stopmim.data.sources.source import Source, Split, printable
 
 
 class Arrays:
-    """Images in memory; the default fingerprint is the sha256 of the shape and of all pixels."""
+    """Images in memory; the default fingerprint is the sha256 of the shape and of all pixels.
+
+    Planes (n, H, W) of 8 bits are grey pictures, shown in red, green and blue alike; of any other
+    type they are images of one channel.
+    """
 
     label_hint = "add an integer array called labels, with one value per image, to the archive"
 
     def __init__(
         self,
-        pixels: np.ndarray,  # (n, H, W, 3) or (n, H, W), uint8
+        pixels: np.ndarray,  # (n, H, W, C) or (n, H, W), see channels.as_kind
         labels: dict[str, np.ndarray],  # name of a label -> (n,) int64
         classes: list[str],  # names of the values of "class", if known
         title: str,
         fingerprint: str = "",
+        channel_names: Sequence[str] = (),
     ) -> None:
+        if (converted := as_kind(pixels)) is None:
+            raise ValueError(f"pixels of type {pixels.dtype}; expected real numbers")
+        pixels = converted
+        if pixels.ndim == 3 and pixels.dtype != np.uint8:
+            pixels = pixels[..., None]
+        self.channels, self.kind = pixels.shape[3] if pixels.ndim == 4 else 3, pixels.dtype.name
+        self.channel_names = list(channel_names)
         self.pixels, self.labels, self.classes, self.title = pixels, labels, classes, title
         if not fingerprint:
             digest = hashlib.sha256(repr(pixels.shape).encode())
+            if pixels.dtype != np.uint8:
+                digest.update(self.kind.encode())
             digest.update(np.ascontiguousarray(pixels).data)
             fingerprint = digest.hexdigest()
         self.fingerprint = fingerprint
@@ -36,7 +52,7 @@ class Arrays:
         return len(self.pixels)
 
     def read(self, i: int) -> np.ndarray:
-        """Image `i`, (H, W, 3) uint8; grey is repeated in all three channels."""
+        """Image `i`, (H, W, C); grey is repeated in all three channels."""
         image = self.pixels[i]
         return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)
 
@@ -57,8 +73,10 @@ def label_name(name: str) -> str:
 
 
 def _open_npz(path: str, split: Split | None) -> Arrays:
-    """Opens an archive with one array of images, (n, H, W, 3) or (n, H, W), under any name.
+    """Opens an archive with one array of images, (n, H, W, C) or (n, H, W), under any name.
 
+    Pictures of 8 bits win over other arrays, which may be masks or depths. An array of C texts
+    names the channels.
     Integer arrays of length n, or (n, 1), are labels; "label", "labels" and "y" become "class".
     If there are arrays train_images and test_images (or val_images), as in MedMNIST, these are the
     splits, and only labels with the same prefix belong to them.
@@ -72,21 +90,37 @@ def _open_npz(path: str, split: Split | None) -> Arrays:
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = f"not a NumPy archive that can be read safely: {one_line(error)}"
         raise DataError(f"{name}: {reason}") from None
-    shaped = {k: a for k, a in arrays.items() if a.ndim == 3 or (a.ndim == 4 and a.shape[3] == 3)}
-    images = [key for key, array in shaped.items() if array.dtype == np.uint8 and array.size]
+    images = _arrays_of_images(arrays)
     if len(images) != 1:
         got = ", ".join(f"{k} {a.dtype} {a.shape}" for k, a in arrays.items())
         raise DataError(
-            f"{name}: {len(images)} arrays of images; looked for one, uint8, (n, H, W, 3) or "
-            f"(n, H, W); got {printable(got)[:200]}"
+            f"{name}: {len(images)} arrays of images; looked for one, (n, H, W, C) with up to "
+            f"{MOST} channels or (n, H, W); got {printable(got)[:200]}"
         )
     pixels = arrays.pop(images[0])
+    texts = [a for a in arrays.values() if a.dtype.kind == "U" and a.shape == pixels.shape[3:]]
     labels = {
         label_name(k): a.reshape(-1).astype(np.int64)
         for k, a in arrays.items()
         if a.dtype.kind in "iu" and a.shape in ((len(pixels),), (len(pixels), 1))
     }
-    return Arrays(pixels, labels, [], printable(Path(path).name))
+    names = [printable(text) for text in texts[0].tolist()] if texts else []
+    return Arrays(pixels, labels, [], printable(Path(path).name), channel_names=names)
+
+
+def _arrays_of_images(arrays: dict[str, np.ndarray]) -> list[str]:
+    """Keys of the arrays that may be the images: pictures, or else any stacks of channels."""
+    full = {key: a for key, a in arrays.items() if a.size and a.dtype.kind in "buif"}
+    stacks = [key for key, a in full.items() if a.ndim == 4 and _channels_last(*a.shape[1:])]
+    planes = [key for key, a in full.items() if a.ndim == 3]
+    pictures = [key for key in stacks if full[key].shape[3] == 3] + planes
+    pictures = [key for key in pictures if full[key].dtype == np.uint8]
+    return pictures or stacks or planes
+
+
+def _channels_last(height: int, width: int, channels: int) -> bool:
+    """Whether the axes can have this order; in C, H, W with H = W the last two would be equal."""
+    return channels <= MOST and not height < width == channels
 
 
 def _prefix(name: str, keys: list[str], split: Split | None) -> str:

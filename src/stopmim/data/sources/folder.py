@@ -5,30 +5,38 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import EXTENSIONS, READS_HEIC, BadImageError, decode
+from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.images import stamp_files
+from stopmim.data.rasters.open import ARRAYS, load, open_raster
+from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
+from stopmim.data.rasters.raster import Raster, Stored
+from stopmim.data.rasters.zarr import metadata_size
+from stopmim.data.sources.formed import Formed
+from stopmim.data.sources.scanning import (
+    class_folders,
+    describe_others,
+    pack_counts,
+    path_classes,
+    scan,
+    unpack_counts,
+)
 from stopmim.data.sources.source import PackedPaths, Source, Split, no_split, printable
 
-SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
-HEIC = ("heic", "heif", "hif")
-# Raw and other images that are never read.
-FOREIGN = (*("arw", "cr2", "cr3", "dng", "nef", "orf", "pef", "raf", "rw2", "srw"),
-           *("jp2", "jxl", "psd", "svg", "tga", "exr", "hdr", "ico"))  # fmt: skip
-KINDS = 1000  # extensions that are counted; the rest count as ""
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 # A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
 MAX_BYTES = 2**30
 
 
-class Files:
+class Files(Formed):
     """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
     label_hint = "put them in one folder per class, or give FOLDER@LIST with a list of PATH,LABEL"
@@ -39,13 +47,14 @@ class Files:
         if outside:
             raise DataError(f"{printable(root)}: {printable(outside[0])}: not a path below it")
         self._paths = PackedPaths.pack(paths)
-        sizes = _sizes(self._root, paths)
+        sizes = file_sizes(self._root, paths)
         if missing := np.flatnonzero(sizes < 0).tolist():
             raise DataError(
                 f"{printable(root)}: {len(missing)} of {len(paths)} files are missing, first "
                 f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
             )
-        self.fingerprint = _hash(paths, sizes)
+        self.fingerprint = hash_files(paths, sizes)
+        self.look(printable(root), self._paths)
 
     def _set_root(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
@@ -53,10 +62,28 @@ class Files:
         self.labels: dict[str, np.ndarray] = {}
         self.classes: list[str] = []
 
+    def _label(
+        self, name: str, found: list[str], label: np.ndarray, classes: Sequence[str]
+    ) -> None:
+        """Numbers the classes `found`, which `label` (n,) indexes, as in `classes` if given."""
+        self.classes = list(classes) or (found if len(found) > 1 else [])
+        if found and self.classes:
+            if unknown := sorted(set(found) - set(self.classes)):
+                raise DataError(f"{name}: class {unknown[0]} is not among those of training")
+            # Maps the classes found here to the given ones: a test set may lack some.
+            numbers = np.array([self.classes.index(c) for c in found], np.int64)
+            self.labels = {"class": np.append(numbers, -1)[label]}
+
     def __len__(self) -> int:
         return len(self._paths)
 
-    def read(self, i: int) -> np.ndarray:
+    def _glance(self, i: int) -> Stored | Raster:
+        return load(self._root + self._paths[i], small=0)
+
+    def _raster(self, i: int) -> Raster:
+        return open_raster(self._root + self._paths[i])
+
+    def _data(self, i: int) -> bytes:
         try:
             with open(self._root + self._paths[i], "rb") as file:
                 if os.fstat(file.fileno()).st_size > MAX_BYTES:
@@ -64,7 +91,7 @@ class Files:
                 data = file.read()
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
-        return decode(data)
+        return data
 
     def name(self, i: int) -> str:
         """Path of image `i` relative to the root."""
@@ -77,6 +104,8 @@ class Files:
 class Folder(Files):
     """Every image file below `root`, sorted by path, without hidden files and folders.
 
+    If there is none that may be a picture, every file that is an array (.npy, .zarr, ...).
+
     A folder that is reached twice, as through a looping link, counts once, under its real path if
     that lies below `root`. Only regular files are opened: a pipe would block forever. The index of
     a large folder is cached while its folders and `SPOT_CHECKS` file sizes do not change.
@@ -86,7 +115,9 @@ class Folder(Files):
     them. `others` counts files that are not read, by extension.
     """
 
-    def __init__(self, root: Path | str, classes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, root: Path | str, classes: Sequence[str] = (), *, arrays: bool | None = None
+    ) -> None:
         self._set_root(root)
         self.unreadable: list[str] = []
         name = printable(root)
@@ -97,15 +128,10 @@ class Folder(Files):
         index = self._load_index() or self._make_index(name)
         self._paths = PackedPaths(index["names"], index["offsets"])
         self.fingerprint = index["fingerprint"].tobytes().decode()
-        self.others = _unpack_counts(index["others"])
+        self.others = unpack_counts(index["others"])
         found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
-        self.classes = list(classes) or (found if len(found) > 1 else [])
-        if found and self.classes:
-            if unknown := sorted(set(found) - set(self.classes)):
-                raise DataError(f"{name}: class {unknown[0]} is not among those of training")
-            # Maps the classes found here to the given ones: a test set may lack some.
-            numbers = np.array([self.classes.index(c) for c in found], np.int64)
-            self.labels = {"class": np.append(numbers, -1)[index["label"]]}
+        self._label(name, found, index["label"], classes)
+        self.look(name, self._paths, arrays=arrays)
 
     @property
     def loose(self) -> int:
@@ -117,6 +143,9 @@ class Folder(Files):
         visited: dict[bytes, int] = {}
         others: Counter[str] = Counter()
         paths = sorted(scan(self._root, visited, self.unreadable, others))
+        if not paths and any(others[extension] for extension in ARRAY_EXTENSIONS):
+            visited, self.unreadable, others = {}, [], Counter()
+            paths = sorted(scan(self._root, visited, self.unreadable, others, ARRAYS))
         self.unreadable.sort()
         if "." in self.unreadable:
             raise DataError(f"{name}: this folder cannot be read; check its permissions")
@@ -125,11 +154,11 @@ class Folder(Files):
             found = f"; found {describe_others(others)}" if others else ""
             raise DataError(
                 f"{name}: no images in this folder or below{closed}; "
-                f"looked for files that end in {', '.join(EXTENSIONS)}{found}"
+                f"looked for files that end in {', '.join([*EXTENSIONS, *ARRAY_EXTENSIONS])}{found}"
             )
-        sizes, names = _sizes(self._root, paths), PackedPaths.pack(paths)
+        sizes, names = file_sizes(self._root, paths), PackedPaths.pack(paths)
         folders = PackedPaths.pack(list(visited))
-        classes, label = _classes(paths)
+        classes, label = path_classes(paths)
         index = {
             "names": names.text,
             "offsets": names.offsets,
@@ -137,11 +166,11 @@ class Folder(Files):
             "folders": folders.text,
             "folder_offsets": folders.offsets,
             "times": np.fromiter(visited.values(), np.int64, len(visited)),
-            "fingerprint": np.frombuffer(_hash(paths, sizes).encode(), np.uint8),
+            "fingerprint": np.frombuffer(hash_files(paths, sizes).encode(), np.uint8),
             "classes": classes.text,
             "class_offsets": classes.offsets,
             "label": label,
-            "others": _pack_counts(others),
+            "others": pack_counts(others),
             "extensions": np.array(EXTENSIONS),
         }
         settled = max(visited.values()) < began - cache.SETTLED_NS
@@ -162,76 +191,22 @@ class Folder(Files):
             return None
         names = PackedPaths(index["names"], index["offsets"])
         checked = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
-        sizes = _sizes(self._root, [names[i] for i in checked.tolist()])
+        sizes = file_sizes(self._root, [names[i] for i in checked.tolist()])
         same_sizes = np.array_equal(sizes, index["sizes"][checked])
         return index if same_sizes and times == index["times"].tolist() else None
 
 
-def scan(
-    root: bytes, visited: dict[bytes, int], unreadable: list[str], others: Counter[str]
-) -> Iterator[bytes]:
-    """Relative paths of all images below `root`, unordered. As bytes: not all are valid UTF-8.
+def file_sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
+    """File sizes, (n,) int64; -1 for what is missing or not a regular file.
 
-    Adds every folder to `visited`, with its modification time, and whatever could not be followed
-    to `unreadable`. Counts other files in `others`.
+    That of a folder of zarr is the size of its metadata.
     """
-    seen: set[tuple[int, int]] = set()
-    folders, links = [b""], list[bytes]()
-    while folders or links:
-        if not folders:
-            # Links come last, the lowest path first, so that real paths win.
-            links.sort(reverse=True)
-            folders.append(links.pop())
-        folder = folders.pop()
-        try:
-            status = os.stat(root + folder)
-            visited[folder] = status.st_mtime_ns
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(root + folder) as entries:
-                for entry in entries:
-                    if entry.name.startswith(b"."):
-                        continue
-                    path = folder + entry.name
-                    try:
-                        if entry.is_dir():
-                            (links if entry.is_symlink() else folders).append(path + b"/")
-                        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
-                            yield path
-                        elif entry.is_file():
-                            kind = _extension(entry.name)
-                            others[kind if kind in others or len(others) < KINDS else ""] += 1
-                    except OSError:  # a link to itself, or into a closed folder
-                        unreadable.append(printable(path))
-        except OSError:
-            unreadable.append(printable(folder or b"."))
-
-
-def holds_images(root: Path | str | bytes) -> bool:
-    """Whether there is an image at any depth; stops at the first."""
-    return next(scan(os.fsencode(root) + b"/", {}, [], Counter()), None) is not None
-
-
-def class_folders(root: Path | str) -> list[str]:
-    """`Folder(root).classes`, without listing every file."""
-    place = os.fsencode(os.path.abspath(root)) + b"/"
-    _, folders, _ = next(os.walk(place), (place, [], []))
-    folders = sorted(name for name in folders if not name.startswith(b"."))
-    if any(os.path.islink(place + name) for name in folders):
-        # The target of a link may count elsewhere: only a full scan tells.
-        found = list(_classes(list(scan(place, {}, [], Counter())))[0])
-    else:
-        found = [name for name in folders if holds_images(place + name)]
-    return [printable(name) for name in found] if len(found) > 1 else []
-
-
-def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
-    """File sizes, (n,) int64; -1 for what is missing or not a regular file."""
 
     def size(path: bytes) -> int:
         try:
             status = os.stat(root + path)
+            if stat.S_ISDIR(status.st_mode) and path.lower().endswith(b".zarr"):
+                return metadata_size(root + path)
             return status.st_size if stat.S_ISREG(status.st_mode) else -1
         except OSError:
             return -1
@@ -239,49 +214,11 @@ def _sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
     return np.fromiter(map(size, paths), np.int64, len(paths))
 
 
-def _hash(paths: Sequence[bytes], sizes: np.ndarray) -> str:
+def hash_files(paths: Sequence[bytes], sizes: np.ndarray) -> str:
     digest = hashlib.sha256()
     for path, size in zip(paths, sizes, strict=True):
         digest.update(b"%b\0%d\n" % (path, size))  # no path contains a zero byte
     return digest.hexdigest()
-
-
-def _classes(paths: Sequence[bytes]) -> tuple[PackedPaths, np.ndarray]:
-    """Sorted first folders of all paths, and each path's index; -1 for a path without a folder."""
-    firsts = [path.partition(b"/")[0] if b"/" in path else b"" for path in paths]
-    names = sorted(set(firsts) - {b""})
-    index = {name: i for i, name in enumerate(names)} | {b"": -1}
-    return PackedPaths.pack(names), np.fromiter(map(index.__getitem__, firsts), np.int64)
-
-
-def _extension(name: bytes) -> str:
-    """The extension of a file in lower case; "" if it is none that a person would recognise."""
-    extension = name.rpartition(b".")[2].lower() if b"." in name else b""
-    return extension.decode() if extension.isalnum() and len(extension) <= 8 else ""
-
-
-def _pack_counts(counts: Mapping[str, int]) -> np.ndarray:
-    return np.array([f"{n} {kind}" for kind, n in counts.items()], np.str_)
-
-
-def _unpack_counts(packed: np.ndarray) -> dict[str, int]:
-    pairs = [text.split(" ") for text in packed.tolist()]
-    return {kind: int(n) for n, kind in pairs}
-
-
-def describe_others(others: Mapping[str, int], shown: int = 6) -> str:
-    """Counts of files that are not read, images first, and what would read them."""
-    kinds = sorted(others, key=lambda kind: (kind not in (*HEIC, *FOREIGN), -others[kind], kind))
-    counts = [f"{others[kind]:,} {f'.{kind}' if kind else 'without extension'}" for kind in kinds]
-    rest = sum(others[kind] for kind in kinds[shown:])
-    text = ", ".join([*counts[:shown], *([f"{rest:,} others"] if rest else [])])
-    hints = []
-    if not READS_HEIC and any(kind in HEIC for kind in kinds):
-        hints.append('pip install "stopmim[heic]" reads .heic')
-    if any(kind in FOREIGN for kind in kinds):
-        which = next(kind for kind in kinds if kind in FOREIGN)
-        hints.append(f"convert .{which} to JPEG or PNG to use them")
-    return "; ".join([text, *hints])
 
 
 def has_splits(root: Path | str) -> bool:
@@ -299,10 +236,10 @@ def split_folder(root: Path | str, split: Split | None) -> Path:
     return next((folder for folder in folders if os.path.isdir(folder)), folders[0])
 
 
-def open_split(root: Path | str, split: Split | None) -> Folder:
+def open_split(root: Path | str, split: Split | None, *, arrays: bool | None = None) -> Folder:
     """Opens one split; in all splits classes are numbered by the folders of train/."""
     classes = class_folders(Path(root, "train")) if split == "test" else ()
-    return Folder(split_folder(root, split), classes)
+    return Folder(split_folder(root, split), classes, arrays=arrays)
 
 
 def _open(text: str, split: Split | None) -> Folder:
@@ -311,5 +248,32 @@ def _open(text: str, split: Split | None) -> Folder:
     return Folder(text)
 
 
+def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
+    """A folder whose files are arrays or pictures by decision, and not by looking."""
+    if has_splits(text):
+        return open_split(text, split, arrays=arrays)
+    if split is not None:
+        raise no_split(text, split)
+    return Folder(text, arrays=arrays)
+
+
+def _open_file(text: str, split: Split | None) -> Files:
+    """One image that is large enough to be a data set: `data.crops_per_image` takes many crops."""
+    if split is not None:
+        raise no_split(text, split)
+    folder, name = os.path.split(os.path.abspath(text))
+    return Files(folder, [os.fsencode(name)])
+
+
+def _is_image(text: str) -> bool:
+    """Whether `text` is an array; not .npz, which may hold many."""
+    named = text.lower().endswith(tuple(f".{e}" for e in FILES))
+    return named and (os.path.isfile(text) or text.lower().endswith(".zarr"))
+
+
+FILES = ("tif", "tiff", "btf", "tf8", "npy", "zarr")
+FILE = Source("file", _open_file, recognise=_is_image)
+PICTURES = Source("pictures", partial(_open_as, arrays=False))
+AS_ARRAYS = Source("arrays", partial(_open_as, arrays=True))
 SPLITS = Source("splits", open_split, recognise=has_splits)
 FOLDER = Source("folder", _open, recognise=os.path.isdir)

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.arrays import label_name
-from stopmim.data.sources.folder import SUFFIXES, Files, class_folders, has_splits, open_split
+from stopmim.data.sources.folder import Files, has_splits, open_split
+from stopmim.data.sources.scanning import SUFFIXES, class_folders
 from stopmim.data.sources.source import Source, Split, no_split, printable
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
@@ -118,7 +120,7 @@ def _read_table(name: str, data: bytes) -> Parsed | None:
 
 
 def _is_image(cell: bytes) -> bool:
-    return cell.lower().endswith(SUFFIXES)
+    return cell.lower().endswith((*SUFFIXES, *ARRAYS))
 
 
 def _split_lines(name: str, lines: list[bytes]) -> Parsed:

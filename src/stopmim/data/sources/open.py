@@ -7,17 +7,36 @@ from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
-from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
+from stopmim.data.sources.folder import AS_ARRAYS, FILE, FOLDER, PICTURES, SPLITS, Folder
+from stopmim.data.sources.groups import GROUPS
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
 from stopmim.data.sources.parquet import PARQUET
-from stopmim.data.sources.scenes import SCENES
+from stopmim.data.sources.scenes import BAND_SCENES, SCENES
 from stopmim.data.sources.shards import is_pattern
 from stopmim.data.sources.source import Source, Split, printable
 from stopmim.data.sources.tar import TAR
+from stopmim.data.subset import Selected
 
 # In the order of recognition: known layouts of folders first, any folder last.
-SOURCES = [SCENES, CLEVR, INAT2018, CIFAR100, DAVIS, PARQUET, TAR, SPLITS, NPZ, LIST, FOLDER]
+SOURCES = [
+    SCENES,
+    FILE,
+    BAND_SCENES,
+    CLEVR,
+    INAT2018,
+    CIFAR100,
+    DAVIS,
+    PARQUET,
+    TAR,
+    SPLITS,
+    NPZ,
+    GROUPS,
+    LIST,
+    FOLDER,
+    PICTURES,
+    AS_ARRAYS,
+]
 
 
 def open_images(source: str | Path | Images, split: Split | None = None) -> Images:
@@ -26,24 +45,33 @@ def open_images(source: str | Path | Images, split: Split | None = None) -> Imag
     Args:
         source: a folder (plain, or in a known layout), tar shards, Parquet, .npz, a list file,
             FOLDER@LIST, or scenes[:count[:size[:seed]]]. The kind is detected from the name and
-            the content, unless a prefix states it, as in ``tar:some/folder``.
+            the content, unless a prefix states it, as in ``tar:some/folder``. Before any of them,
+            ``channels:0,3,5:`` selects channels, by number or name.
         split: None means all images of a source without splits, otherwise the training images.
     """
     if not isinstance(source, str | Path):
         return source
-    kind, text = _find(os.fspath(source))
-    return kind.open(text, split)
+    wanted, text = _split_channels(os.fspath(source))
+    kind, text = _find(text)
+    return _selected(kind.open(text, split), wanted)
 
 
 def open_test(source: str | Path | Images) -> Images | None:
     """Opens the test split of `source`; None if it has none, or only one generated on demand."""
     if not isinstance(source, str | Path):
         return None
-    kind, text = _find(os.fspath(source))
+    wanted, text = _split_channels(os.fspath(source))
+    kind, text = _find(text)
     try:
-        return None if kind.generated else kind.open(text, "test")
+        return None if kind.generated else _selected(kind.open(text, "test"), wanted)
     except NoPartError:
         return None
+
+
+def is_generated(source: str) -> bool:
+    """Whether the images are made on demand: they can always be had again, in two splits."""
+    stated, text = _split_prefix(_split_channels(source)[1])
+    return any(kind.generated for kind in SOURCES if kind is stated or kind.name == text)
 
 
 def keep_outside(out: Path, data: str | Path | Images) -> None:
@@ -53,7 +81,7 @@ def keep_outside(out: Path, data: str | Path | Images) -> None:
     """
     roots = [str(data.root)] if isinstance(data, Folder) else []
     if isinstance(data, str | Path):
-        stated, rest = _split_prefix(text := os.fspath(data))
+        stated, rest = _split_prefix(text := _split_channels(os.fspath(data))[1])
         if not (stated and stated.generated):
             roots = [path for path in (text, rest) if os.path.isdir(path)]
     place = Path(os.path.realpath(out))
@@ -70,6 +98,21 @@ def source_of(data: str | Path | Images, images: Images) -> str:
     """The name of the images in run.json."""
     named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
     return str(data) if named else images.fingerprint
+
+
+def _selected(images: Images, wanted: list[str]) -> Images:
+    return Selected(images, wanted) if wanted else images
+
+
+def _split_channels(text: str) -> tuple[list[str], str]:
+    """The channels that ``channels:0,3,5:`` selects, none if it is missing, and the rest."""
+    if not text.startswith("channels:"):
+        return [], text
+    _, wanted, rest = [*text.split(":", 2), ""][:3]
+    channels = [one.strip() for one in wanted.split(",")]
+    if not rest or not all(channels) or len({*channels}) < len(channels):
+        raise UserError(f"{printable(text)}: expected channels:0,3,5:DATA, each of them once")
+    return channels, rest
 
 
 def _find(text: str) -> tuple[Source, str]:

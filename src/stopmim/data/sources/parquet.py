@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.decode import BadImageError, decode, one_line
+from stopmim.data.decode import BadImageError, one_line
+from stopmim.data.rasters.raster import Stored
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
 from stopmim.data.sources.source import Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
+GLANCE = 4  # images that are looked at
 MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
 
 
@@ -73,18 +75,28 @@ class Parquet(Shards):
         common = set.intersection(*(set(one.labels) for one in found))
         self.labels = {k: np.concatenate([one.labels[k] for one in found]) for k in sorted(common)}
         bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
+        self.look(printable(files[0]), [b""] * min(GLANCE, int(self.chunks[1])), named=False)
         self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned process reads its own
         return self.__dict__ | {"_cached": OrderedDict()}
 
-    def read(self, i: int) -> np.ndarray:
+    def _data(self, i: int) -> bytes:
         group = self._chunk(i)
         value = self._read_group(group)[i - int(self.chunks[group])].as_py()
         data = value and value["bytes"]
         if data is None:
             raise BadImageError("no bytes; a path alone is not followed")
-        return decode(data)
+        return data
+
+    def _glance(self, i: int) -> Stored:
+        """One of the first images, without the rest of their row group."""
+        file, number = self._groups[0].tolist()
+        _, parquet = _pyarrow(self.files[file])
+        columns = [f"{self._column}.bytes"]
+        with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
+            few = opened.iter_batches(GLANCE, [number], columns, use_threads=False)
+            return Stored(next(few).column(0)[i].as_py()["bytes"] or b"")
 
     def name(self, i: int) -> str:
         file = self._groups[self._chunk(i), 0]

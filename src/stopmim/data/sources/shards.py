@@ -10,7 +10,9 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.images import stamp_files
-from stopmim.data.sources.folder import TEST_NAMES, has_splits, holds_images, split_folder
+from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
+from stopmim.data.sources.formed import Formed
+from stopmim.data.sources.scanning import holds_images
 from stopmim.data.sources.source import Split, no_split, printable
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
@@ -21,7 +23,7 @@ _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
 
 
-class Shards:
+class Shards(Formed):
     """Images of several files, each read in chunks: the base of tar and Parquet."""
 
     files: list[str]

@@ -17,8 +17,10 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import EXTENSIONS, BadImageError, decode
+from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.images import file_state
+from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
+from stopmim.data.rasters.open import SAMPLE
 from stopmim.data.sources.folder import MAX_BYTES
 from stopmim.data.sources.packed import read_index
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
@@ -30,7 +32,7 @@ MAX_MEMBERS = 10_000_000  # per shard
 MAX_NAME = 2**16
 MAX_RECORD = 2**20  # pax headers and .json members
 WINDOW = 16_384  # samples that the order of an epoch mixes at a time
-_IMAGES = {extension.encode() for extension in EXTENSIONS}
+_PICTURES, _ARRAYS = ({e.encode() for e in known} for known in (EXTENSIONS, ARRAY_EXTENSIONS))
 _WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: their headers may claim any size
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
 
@@ -93,10 +95,13 @@ class Tar(Shards):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(
                 f"{printable(shards[0])}: no images in {len(shards)} tar shards{lost}; "
-                f"looked for members that end in {', '.join(EXTENSIONS)}"
+                f"looked for members that end in {', '.join([*EXTENSIONS, *ARRAY_EXTENSIONS])}"
             )
+        # Not a sample of all: the others may be far away.
+        first = [self._names[i] for i in range(min(SAMPLE, len(self)))]
+        self.look(printable(shards[0]), first)
 
-    def read(self, i: int) -> np.ndarray:
+    def _data(self, i: int) -> bytes:
         size, at = int(self._size[i]), int(self._at[i])
         if size > MAX_BYTES:
             raise BadImageError(f"more than {MAX_BYTES} bytes")
@@ -108,7 +113,7 @@ class Tar(Shards):
             raise BadImageError(error.strerror or type(error).__name__) from None
         if len(data) < size:
             raise BadImageError("the shard ends within this image")
-        return decode(data)
+        return data
 
     def name(self, i: int) -> str:
         return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
@@ -116,6 +121,8 @@ class Tar(Shards):
     def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
             found = list(pool.map(_samples, self.files))
+        if any(not _is_array(sample) for shard in found for sample in shard.samples):
+            found = [_without_arrays(shard) for shard in found]
         # Samples that damage cut off from their labels are dropped, if all others are labelled.
         whole = [shard._replace(samples=shard.samples[: -shard.torn or None]) for shard in found]
         labels = [sample.label for shard in whole for sample in shard.samples]
@@ -145,9 +152,11 @@ class Tar(Shards):
 def _samples(path: str) -> Shard:
     found, problem = list[Member](), ""
     key, images, label = (b"", b""), list[tuple[Member, bool]](), None
+    arrays = list[Member]()
 
     def flush() -> None:
         chosen = [image for image, is_plain in images if is_plain][:1] or [m for m, _ in images]
+        chosen = chosen or arrays[:1]  # beside a picture, an array is something else
         found.extend(image._replace(start=b"", label=label) for image in chosen)
 
     try:
@@ -163,9 +172,11 @@ def _samples(path: str) -> Shard:
                 continue  # hidden
             if (folder, stem) != key:
                 flush()
-                key, images, label = (folder, stem), [], None
-            if extension.rpartition(b".")[2] in _IMAGES:
-                images.append((member, extension in _IMAGES))
+                key, images, arrays, label = (folder, stem), [], [], None
+            if extension.rpartition(b".")[2] in _PICTURES:
+                images.append((member, extension in _PICTURES))
+            elif extension in _ARRAYS:
+                arrays.append(member)
             elif extension in (b"cls", b"json"):
                 label = _label(file, member, is_json=extension == b"json", known=label)
     except (DamagedError, OSError) as error:
@@ -175,6 +186,16 @@ def _samples(path: str) -> Shard:
     before = len(found)
     flush()
     return Shard(found, problem, len(found) - before if problem and label is None else 0)
+
+
+def _is_array(sample: Member) -> bool:
+    return sample.name.rpartition(b".")[2].lower() in _ARRAYS
+
+
+def _without_arrays(shard: Shard) -> Shard:
+    """A shard of pictures, among which a sample without one has no image."""
+    torn = sum(not _is_array(sample) for sample in shard.samples[len(shard.samples) - shard.torn :])
+    return shard._replace(samples=[s for s in shard.samples if not _is_array(s)], torn=torn)
 
 
 def _label(file: int, member: Member, *, is_json: bool, known: int | None) -> int | None:

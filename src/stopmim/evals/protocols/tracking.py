@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from stopmim.base.errors import check_least
+from stopmim.base.errors import DataError, check_least
 from stopmim.evals.protocols.protocol import Inputs, Measured, Protocol
 from stopmim.evals.recipes import Propagation
 
@@ -42,7 +42,7 @@ class VideoTracking(Protocol, Propagation):
         from stopmim.data.sources.scenes import Scenes
         from stopmim.data.subset import underlying
 
-        rendered = isinstance(underlying(inputs.test), Scenes)
+        rendered = type(underlying(inputs.test)) is Scenes  # not in bands: videos are RGB
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
@@ -52,12 +52,17 @@ class VideoTracking(Protocol, Propagation):
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         import torch
 
+        from stopmim.data.channels import described
         from stopmim.data.videos import open_videos
+        from stopmim.evals.features import stats_for
         from stopmim.evals.tracking import Tracking, track
 
         source = self.source(inputs)
         if source is None:
             return
+        if not (stats := stats_for(inputs.encoder)).is_picture:
+            wanted = described(stats.channels, stats.kind)
+            raise DataError(f"tracking: videos are 8-bit RGB; the encoder takes images of {wanted}")
         size = self.video_size or Tracking.size
         if self.video_size is None and source.split(":")[0] == "scenes":
             size = 2 * inputs.size  # rendered at 64 px: 480 would be a blur

@@ -43,4 +43,6 @@ def figure(views: list[Preview], config: Config) -> Figure:
         shown = axes.imshow(100 * shares, cmap="viridis", vmin=0)
         axes.set_title(f"how often {title}", size=9)
         pictures.colour_bar(picture, shown, axes, shrink=0.75, aspect=14, format="%.0f %%")
+    if views[0].caption:
+        picture.supxlabel(views[0].caption, size=8.5)
     return picture

@@ -16,14 +16,18 @@ from torch import Tensor
 
 from stopmim.base.errors import DataError
 from stopmim.config.schema import resolve
+from stopmim.data.channels import fitting
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
+from stopmim.data.pixels import PixelStats, stats_of
 from stopmim.data.subset import Subset
+from stopmim.data.transform import seeing
 from stopmim.evals.features import extract
 from stopmim.evals.views import View, middle
 from stopmim.gpu.devices import choose_device
+from stopmim.insight.figures.false_colour import FalseColour
 from stopmim.insight.figures.pictures import house_style
-from stopmim.insight.figures.subject import images_of
+from stopmim.insight.figures.subject import images_of, refuse_unlike
 from stopmim.method.build import build
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.run import Run
@@ -48,24 +52,30 @@ class Neighbours(NamedTuple):
     """Some images of a source, in every encoder that is compared."""
 
     images: Subset
-    views: Tensor  # (n, 3, S, S) uint8
+    pictures: np.ndarray  # (n, S, S, 3) uint8
+    caption: str  # which channels they show; "" for ordinary pictures
     total: int  # images of the source
     encoders: list[Embedded]  # the untrained one first
 
 
-def find(runs: Sequence[Run], images: Images | None = None) -> Neighbours:
+def find(runs: Sequence[Run], images: Images | None = None, show: Sequence[str] = ()) -> Neighbours:
     """Neighbours in the untrained encoder of the first run, and in the newest one of every run.
 
     Without `images`, those the first run was trained on. Images that cannot be read are left out.
+    `show` are the channels for pictures, see false_colour.py.
     """
+    refuse_unlike(runs)
+    config = resolve(runs[0].config)
+    stats = stats_of(config)
     names = ["after training"] if len(runs) == 1 else [run.path.resolve().name for run in runs]
-    networks = [build(resolve(runs[0].config)).eval().branch(), *(r.model().branch() for r in runs)]
+    networks = [build(config).eval().branch(), *(run.model().branch() for run in runs)]
+    seeing(networks[0], stats)
     source = images_of(runs[0]) if images is None else images
     device, view, count = choose_device("auto"), middle(networks[0], source), SHOWN
     if device.type == "cpu":
         count = min(SHOWN, max(FEWEST, int(WORK / _work(networks))))
-    chosen, views = _sample(source, view, count)
-    found = []
+    chosen, views = _sample(source, view, stats, count)
+    found, colours = [], FalseColour.of(stats, show)
     for name, network in zip(["before training", *names], networks, strict=True):
         shown, own = views, network.side * network.patch
         if own != view.size:
@@ -78,7 +88,8 @@ def find(runs: Sequence[Run], images: Images | None = None) -> Neighbours:
             device=device,
         )
         found.append(embedded(name, features))
-    return Neighbours(chosen, views, len(source), found)
+    pictures = colours(views.permute(0, 2, 3, 1).numpy())
+    return Neighbours(chosen, pictures, colours.caption, len(source), found)
 
 
 def _work(networks: Sequence[VisionTransformer]) -> float:
@@ -86,12 +97,12 @@ def _work(networks: Sequence[VisionTransformer]) -> float:
     return sum(n.side**2 * sum(p.numel() for p in n.blocks.parameters()) for n in networks)
 
 
-def _sample(images: Images, view: View, count: int) -> tuple[Subset, Tensor]:
+def _sample(images: Images, view: View, stats: PixelStats, count: int) -> tuple[Subset, Tensor]:
     """At most `count` images at equal distances, so that every class is there, and their views."""
     found = {}
     for i in np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round()):
         with suppress(BadImageError):
-            found[int(i)] = view(images.read(int(i)))
+            found[int(i)] = view(fitting(images.read(int(i)), stats))
     if len(found) < 2:
         raise DataError(f"neighbours need two images that can be read, found {len(found)}")
     return Subset(images, list(found)), torch.stack(list(found.values()))
@@ -139,7 +150,7 @@ def kinds(images: Subset) -> list[Kinds]:
             continue
         often = known if len(known) <= KINDS else known[(-counts).argsort(kind="stable")]
         order = {int(value): min(i, KINDS - 1) for i, value in enumerate(often)}
-        words = images.classes if label == "class" and images.classes else []
+        words: list[str] = getattr(images, "classes", []) if label == "class" else []
         names = [words[v] if v < len(words) else f"class {v}" for v in order][:KINDS]
         if len(known) > KINDS:
             names[-1] = f"{len(known) - KINDS + 1} others"
@@ -169,10 +180,11 @@ def by_chance(values: np.ndarray) -> float:
 def figure(found: Neighbours) -> Figure:
     """One row per image: the image, then its neighbours in every encoder, nearest first."""
     rows, k = queries(len(found.images)), found.encoders[0].nearest.shape[1]
-    wide, high = 1 + len(found.encoders) * (k + 0.4), len(rows) + 0.7  # in pictures
+    wide = 1 + len(found.encoders) * (k + 0.4)  # in pictures
+    high = len(rows) + 0.7 + 0.25 * bool(found.caption)
     picture = Figure(figsize=(0.62 * wide, 0.62 * high))
     axes = picture.add_axes((0, 0, 1, 1))
-    shown, label = found.views.permute(0, 2, 3, 1).numpy(), next(iter(kinds(found.images)), None)
+    shown, label = found.pictures, next(iter(kinds(found.images)), None)
     axes.text(0.03, -0.1, "image")
     for y, query in enumerate(rows):
         _draw(axes, shown[query], 0, y)
@@ -190,6 +202,8 @@ def figure(found: Neighbours) -> Figure:
         said = f"framed: same {label.label}; shares are of the {k} neighbours of each of "
         said += f"{len(shown)} images; {100 * by_chance(label.values):.0f} % by chance"
         axes.text(0.03, len(rows) + 0.22, said)
+    if found.caption:
+        axes.text(0.03, len(rows) + (0.47 if label else 0.22), found.caption)
     axes.set(xlim=(0, wide), ylim=(high - 0.35, -0.35))
     axes.set_axis_off()
     return picture

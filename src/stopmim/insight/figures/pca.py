@@ -26,7 +26,8 @@ def maps(subject: Subject) -> tuple[np.ndarray, float]:
     show the position embedding, which is the same in every image. Returns colours
     (n, side, side, 3), 0 to 1, and the share of the variance that the components hold.
     """
-    found = patch_features(subject.model, pixels(subject.views)).double()  # (n, N, D)
+    images = pixels(subject.views, subject.config)
+    found = patch_features(subject.model, images).double()  # (n, N, D)
     centred = (found - found.mean(dim=0)).flatten(0, 1)  # (n * N, D)
     _, values, directions = torch.linalg.svd(centred, full_matrices=False)
     shown = centred @ directions[:3].T  # (n * N, 3)
@@ -46,12 +47,12 @@ def figure(subjects: Sequence[Subject]) -> Figure:
     picture, grid = panels(rows, len(views), (1.05 * len(views), 1.15 * rows + 0.55))
     style_images(grid)
     for axes, view in zip(grid[0], views, strict=True):
-        axes.imshow(view.image)
+        axes.imshow(view.picture)
     grid[0, 0].set_ylabel("image", size=8.5)
     for row, subject in zip(grid[1:], subjects, strict=True):
         colours, explained = maps(subject)
         for axes, colour in zip(row, colours, strict=False):
             axes.imshow(colour, interpolation="nearest")
         row[0].set_ylabel(f"{subject.name}\n{explained:.0%} of variance", size=8.5)
-    picture.supxlabel(CAPTION, size=8.5)
+    picture.supxlabel("\n".join(filter(None, (CAPTION, views[0].caption))), size=8.5)
     return picture

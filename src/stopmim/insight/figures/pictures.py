@@ -3,13 +3,14 @@
 A figure is drawn on white and can be saved anywhere. `svg` makes it part of a page, where its text
 and lines follow the colours of the page, light or dark.
 
-Shapes: H x W pixels, C context patches, M target blocks of K patches, on a grid of side x side.
+Shapes: H x W pixels of Ch channels, C context patches, M target blocks of K patches, on a grid of
+side x side.
 """
 
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -25,6 +26,8 @@ from stopmim.data.crops import AUGMENT
 from stopmim.data.images import Images
 from stopmim.data.loading import Crops, steps_per_epoch
 from stopmim.data.order import batch_keys
+from stopmim.data.pixels import stats_of
+from stopmim.insight.figures.false_colour import FalseColour
 from stopmim.method.build import draw_masks
 
 # Colours that a page replaces by its own, and the CSS variables it has for them.
@@ -127,31 +130,49 @@ def mark_patch(axes: Any, patch: int, side: int) -> None:
 class Preview(NamedTuple):
     """One image as training sees it."""
 
-    image: np.ndarray  # (H, W, 3) uint8
+    image: np.ndarray  # (H, W, Ch) in stored units
     context: np.ndarray  # (C,) patch numbers
     targets: np.ndarray  # (M, K) patch numbers
     side: int
+    colours: FalseColour | None = None  # None: the image is a picture
+
+    @property
+    def picture(self) -> np.ndarray:
+        """The image for people, (H, W, 3) uint8."""
+        return self.colours(self.image) if self.colours else self.image
+
+    @property
+    def caption(self) -> str:
+        """Which channels the picture shows, in words; "" for ordinary pictures."""
+        return self.colours.caption if self.colours else ""
 
 
-def previews(images: Images, config: Config, step: int, count: int) -> list[Preview]:
-    """The first readable images of the batch of `step`, cropped and masked as on a CPU."""
+def previews(
+    images: Images, config: Config, step: int, count: int, show: Sequence[str] = ()
+) -> list[Preview]:
+    """The first readable images of the batch of `step`, cropped and masked as on a CPU.
+
+    `show` are the channels for their pictures, see false_colour.py.
+    """
     count = min(count, config.optim.batch_size)
     part, per_epoch = slice(0, count), steps_per_epoch(images, config)
     keys = next(batch_keys(images, config, step, shares=[part], steps_per_epoch=per_epoch))
     (masks,) = draw_masks(config, step, [part], torch.device("cpu"))
-    crops = Crops(images, config)
+    crops, colours = Crops(images, config), FalseColour.of(stats_of(config), show)
     found = []
     for i, key in enumerate(keys):
         sample = crops[key]
         if sample.image is None:
             continue
-        pixels = sample.image[None]  # (1, 3, H, W)
+        pixels = sample.image[None]  # (1, Ch, H, W)
         if change := AUGMENT.get(config.data.augmentation or "crop"):
             numbers = torch.from_numpy(sample.augmentation)[None]
-            pixels = change(pixels, numbers).round().clamp(0, 255).byte()
-        image = pixels[0].permute(1, 2, 0).numpy()  # (3, H, W) -> (H, W, 3)
+            pixels = change(pixels, numbers)
+            if sample.image.dtype == torch.uint8:
+                pixels = pixels.round().clamp(0, 255).byte()
+        image = pixels[0].permute(1, 2, 0).numpy()  # (Ch, H, W) -> (H, W, Ch)
         context, targets = masks.context[i].numpy(), masks.targets[:, i].numpy()
-        found.append(Preview(image, context, targets, config.side))
+        found.append(Preview(image, context, targets, config.side, colours))
     return found
 
 
@@ -205,12 +226,13 @@ def figure(preview: Preview) -> Figure:
 
 def draw_preview(axes: Any, preview: Preview) -> None:
     """The picture of `figure`, on axes that are two inches wide."""
-    image, context, targets, side = preview
+    side = preview.side
     # Whole pixels per patch.
-    image = np.asarray(resized(image, side * max(1, PREVIEW_PIXELS // side)))
-    axes.imshow(faded(image, context, side), extent=(0, side, side, 0), interpolation="none")
+    image = np.asarray(resized(preview.picture, side * max(1, PREVIEW_PIXELS // side)))
+    seen = faded(image, preview.context, side)
+    axes.imshow(seen, extent=(0, side, side, 0), interpolation="none")
     point = side / (72 * 2)  # in patches
-    for number, index in enumerate(targets):
+    for number, index in enumerate(preview.targets):
         segments = list(outline(index, side, min(0.4, (0.7 + number) * point)))
         for colour, width in (("black", 1.4), (BLOCKS[number % len(BLOCKS)], 1.0)):
             lines = LineCollection(segments, colors=colour, linewidths=width, capstyle="round")

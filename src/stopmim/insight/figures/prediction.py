@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from stopmim.base.random_keys import torch_generator
+from stopmim.config.schema import Config
 from stopmim.health.measure import patch_targets
 from stopmim.insight.figures import pictures
 from stopmim.insight.figures.pictures import Preview, house_style
@@ -26,13 +27,14 @@ TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map 
 
 
 @torch.no_grad()
-def predict(model: MaskedImageModel, views: list[Preview]) -> np.ndarray:
+def predict(model: MaskedImageModel, views: list[Preview], config: Config) -> np.ndarray:
     """Cosine of every prediction with every target of its image, without noise: (n, M * K, N).
 
-    The hidden patches are in the order of `view.targets`, block by block.
+    `config` is that of the model: it says how images are normalised. The hidden patches are in the
+    order of `view.targets`, block by block.
     """
     model.eval()
-    images, (context, targets) = pixels(views), indices(views)
+    images, (context, targets) = pixels(views, config), indices(views)
     noise = model.predictor.draw(context, targets, torch.Generator()).zeros()
     predicted = F.normalize(model.predict(images, context, targets, noise), dim=-1)  # (M, n, K, T)
     found = F.normalize(patch_targets(model, images), dim=-1)  # (n, N, T)
@@ -76,17 +78,17 @@ def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
     Above a column, the share of the heat near the place asked for, over all images of the subjects.
     """
     views, columns = subjects[0].views, len(subjects) + 1
-    cosines = [predict(subject.model, views) for subject in subjects]
+    cosines = [predict(subject.model, views, subject.config) for subject in subjects]
     rows = min(rows, len(views))
     picture, grid = pictures.panels(rows, columns, (1.9 * columns + 0.8, 1.9 * rows + 0.3))
     pictures.style_images(grid)
     for r, view in enumerate(views[:rows]):
         side, patches = view.side, view.targets.ravel()
         row, extent = central(patches, side), (0, side, side, 0)
-        grid[r, 0].imshow(pictures.faded(view.image, view.context, side), extent=extent)
+        grid[r, 0].imshow(pictures.faded(view.picture, view.context, side), extent=extent)
         for axes, cosine in zip(grid[r, 1:], cosines, strict=True):
             hot = heat(cosine[r, row]).reshape(side, side)
-            axes.imshow(view.image.mean(axis=2), cmap="gray", extent=extent)
+            axes.imshow(view.picture.mean(axis=2), cmap="gray", extent=extent)
             shown = axes.imshow(hot, cmap="magma", alpha=0.75, vmin=0, vmax=1, extent=extent)
         for axes in grid[r]:
             pictures.mark_patch(axes, int(patches[row]), side)
@@ -96,7 +98,8 @@ def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
         titles.append(f"{subject.name}\n{100 * heat_nearby(cosine, views):.0f} % of the heat")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
-    picture.supxlabel("percent: within one patch of the hidden one", size=8.5)
+    said = ("percent: within one patch of the hidden one", views[0].caption)
+    picture.supxlabel("; ".join(filter(None, said)), size=8.5)
     bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)
@@ -113,7 +116,7 @@ def uncertainty(
     over draws. Both are nan where a patch was never predicted.
     """
     model, views = subject.model.eval(), subject.views
-    images, n, side = pixels(views), len(views), views[0].side
+    images, n, side = pixels(views, subject.config), len(views), views[0].side
     found = patch_targets(model, images)  # (n, N, T)
     sums = torch.zeros(3, n, side * side)  # error, variance, count
     for r in range(masks):
@@ -143,7 +146,7 @@ def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
     picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
     pictures.style_images(grid)
     for axes, view in zip(grid[:, 0], subject.views, strict=False):
-        axes.imshow(view.image)
+        axes.imshow(view.picture)
     *found, times = uncertainty(subject)
     for column, maps in zip(grid.T[1:], found, strict=True):
         high = float(np.nanmax(maps[:rows])) or 1.0
@@ -156,6 +159,7 @@ def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
     titles = ("image", "error of the prediction", "variance over noise draws")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
-    if (times[:rows] == 0).any():
-        picture.supxlabel("grey: a patch that no mask asked for", size=8.5)
+    grey = "grey: a patch that no mask asked for" if (times[:rows] == 0).any() else ""
+    if said := "; ".join(filter(None, (grey, subject.views[0].caption))):
+        picture.supxlabel(said, size=8.5)
     return picture

@@ -61,7 +61,7 @@ def of_model(
 def seen(subject: Subject) -> Tensor:
     """The context tokens (C, D) of the first image, for noise that is made from them."""
     context, _ = indices(subject.views[:1])
-    return subject.model.encoder(pixels(subject.views[:1]), context)[0]
+    return subject.model.encoder(pixels(subject.views[:1], subject.config), context)[0]
 
 
 @torch.no_grad()

@@ -67,11 +67,11 @@ def charts(runs: Sequence[Run], reference: Sequence[Logged]) -> list[dict[str, A
 
 def neighbours(found: Neighbours) -> dict[str, Any]:
     """Small pictures of some images, their places on a map, and their neighbours."""
-    pixels = found.views.permute(0, 2, 3, 1).numpy()
+    shown = found.pictures
     return {
-        "pictures": [_jpeg(image) for image in pixels],
-        "names": [found.images.name(i) for i in range(len(pixels))],
-        "queries": queries(len(pixels)).tolist(),
+        "pictures": [_jpeg(image) for image in shown],
+        "names": [found.images.name(i) for i in range(len(shown))],
+        "queries": queries(len(shown)).tolist(),
         "encoders": [
             {
                 "name": encoder.name,
@@ -97,13 +97,13 @@ def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any
         return None
     side, hidden = config.side, views[0].targets.size
     views = views[: max(1, MAPS // (len(models) * hidden * side**2 * 4 // 3 + 1))]
-    cosines = [prediction.predict(model, views) for _, model in models]
+    cosines = [prediction.predict(model, views, config) for _, model in models]
     return {
         "side": side,
         "steps": [name for name, _ in models],
         "images": [
             {
-                "picture": _png(view.image),
+                "picture": _png(view.picture),
                 "context": view.context.tolist(),
                 "patches": view.targets.ravel().tolist(),
                 "blocks": len(view.targets),

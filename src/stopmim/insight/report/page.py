@@ -22,11 +22,13 @@ from stopmim.base.files import number, write_whole
 from stopmim.config.schema import Config, flatten, resolve
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.images import Images
+from stopmim.data.pixels import stats_of
 from stopmim.data.skip import without_skipped
 from stopmim.health.doctor import Diagnosis, diagnose_run
 from stopmim.health.log import Logged, measurements, training_seconds
 from stopmim.health.reference import find_reference
 from stopmim.insight.figures import curves, neighbours, pictures, similarity
+from stopmim.insight.figures.false_colour import FalseColour
 from stopmim.insight.figures.subject import images_of
 from stopmim.insight.report import explorer, results
 from stopmim.insight.report.results import count_text, entry
@@ -46,12 +48,18 @@ START |= {"command": "command", "versions": "versions", "git": "git"}
 
 
 def write_report(
-    run: Run, images: Images | None = None, *, others: Sequence[Run] = (), out: Path | None = None
+    run: Run,
+    images: Images | None = None,
+    *,
+    others: Sequence[Run] = (),
+    out: Path | None = None,
+    show: Sequence[str] = (),
 ) -> Path:
     """Writes `report.html` of `run` from whatever is there, and returns its path.
 
     Without `images`, those that run.json names are opened; either way they are shown only if the
-    run was trained on them. `others` are compared with the run, in curves and a table.
+    run was trained on them. `others` are compared with the run, in curves and a table. `show` are
+    the channels for pictures of images that are not RGB.
     """
     runs = [run, *others]
     about, *_ = [one.about for one in runs]  # raises if one is not a run
@@ -59,18 +67,14 @@ def write_report(
     last = metrics[-1] if metrics else {}
     described, config_missing = _attempt(lambda: _described(run, about))
     config, network = described or (None, None)
+    if config:
+        FalseColour.of(stats_of(config), show)  # a wrong channel is an error, no missing picture
     shown, missing = _attempt(lambda: _images(run, config, images))
-    views, views_missing = _attempt(lambda: _views(_known(shown, missing), config))
-    near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing)))
+    views, views_missing = _attempt(lambda: _views(_known(shown, missing), config, show))
+    near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing), show))
     model, model_missing = _attempt(run.model)
-    explored: dict[str, Any] = {"predictions": None, "positions": None}  # by the script
-    similar, reference = None, find_reference(config, about.get("data")) if config else None
-    if config and model:
-        positions = model.predictor.positions
-        if positions.uncertain and not positions.conditioned:  # the same noise for all images
-            similar = similarity.of_model(model, config.seed)
-            explored["positions"] = explorer.positions(model, config.seed)
-        explored["predictions"] = views and explorer.predictions(run, config, views)
+    explored, similar = _of_model(run, config, model, views)  # explored by the script
+    reference = find_reference(config, about.get("data")) if config else None
     stretched = reference.stretched(_updates(config, last)) if config and reference else []
     explored["charts"] = explorer.charts(runs, stretched)
     explored["neighbours"] = near and explorer.neighbours(near)
@@ -103,6 +107,25 @@ def write_report(
     path = out or run.path / "report.html"
     write_whole(path, text)
     return path
+
+
+def _of_model(
+    run: Run,
+    config: Config | None,
+    model: MaskedImageModel | None,
+    views: list[pictures.Preview] | None,
+) -> tuple[dict[str, Any], similarity.Similarity | None]:
+    """Predictions and positions for the script, and the similarity of positions for a figure."""
+    explored: dict[str, Any] = {"predictions": None, "positions": None}
+    if not config or not model:
+        return explored, None
+    explored["predictions"] = views and explorer.predictions(run, config, views)
+    positions = model.predictor.positions
+    if not positions.uncertain or positions.conditioned:
+        return explored, None
+    # The same noise for all images.
+    explored["positions"] = explorer.positions(model, config.seed)
+    return explored, similarity.of_model(model, config.seed)
 
 
 def _judged(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -256,9 +279,9 @@ def _images(run: Run, config: Config | None, images: Images | None) -> Images:
     return images
 
 
-def _views(images: Images, config: Config | None) -> list[pictures.Preview]:
+def _views(images: Images, config: Config | None, show: Sequence[str]) -> list[pictures.Preview]:
     config = _known(config, "the config cannot be read")
-    found = pictures.previews(images, config, step=0, count=PREVIEWS)
+    found = pictures.previews(images, config, 0, PREVIEWS, show)
     if not found:
         raise UserError("none of the first images can be read")
     return found

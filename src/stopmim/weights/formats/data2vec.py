@@ -43,7 +43,7 @@ class Data2vec(Format):
         weights = vit.encoder_weights(file.tree, str(file))
         weights.pop(INDEX, None)  # it follows from the size of the table
         with vit.refusing(f"{file}: not an encoder of data2vec"):
-            width, _, patch, _ = weights["patch_embed.proj.weight"].shape
+            width, channels, patch, _ = weights["patch_embed.proj.weight"].shape
             distances, heads = weights[DISTANCES].shape
             hidden = weights["blocks.0.mlp.fc1.weight"].shape[0]
             side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
@@ -53,7 +53,7 @@ class Data2vec(Format):
                 raise ValueError(f"it has {heads} heads, not {file.heads}")
             depth = vit.block_count(weights, "blocks.")
             with torch.device("meta"):  # without memory until it is known to fit: see `fill`
-                encoder = RelativeTransformer(side, patch, width, depth, heads, hidden)
+                encoder = RelativeTransformer(side, patch, width, depth, heads, hidden, channels)
         fill(encoder, weights, str(file))
         return encoder.eval()
 
@@ -129,7 +129,14 @@ class RelativeTransformer(nn.Module):
     """Patches to features, with the interface of `VisionTransformer`."""
 
     def __init__(
-        self, side: int, patch: int, width: int, depth: int, heads: int, hidden: int
+        self,
+        side: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        hidden: int,
+        channels: int = 3,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -137,7 +144,7 @@ class RelativeTransformer(nn.Module):
         self.side, self.patch, self.width, self.heads = side, patch, width, heads
         self.transform: Callable[[Pictures], Tensor] = no_transform
         self.pool: Pool = "cls"
-        self.patch_embed = PatchEmbed(patch, width)
+        self.channels, self.patch_embed = channels, PatchEmbed(patch, width, channels)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.rel_pos_bias = RelativeBias(side, heads)
         self.blocks = nn.ModuleList(RelativeBlock(width, heads, hidden) for _ in range(depth))
@@ -146,6 +153,8 @@ class RelativeTransformer(nn.Module):
     def outputs(self, images: Tensor, index: Tensor | None, layers: int) -> list[Tensor]:
         """Tokens (B, 1 + K, D) after each of the last `layers` blocks, normed."""
         height, width = images.shape[-2:]
+        if images.shape[1] != self.channels:
+            raise ValueError(f"images have {images.shape[1]} channels; expected {self.channels}")
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height}x{width} do not divide into patches {self.patch}")
         x = self.patch_embed(images)

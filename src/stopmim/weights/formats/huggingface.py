@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from stopmim.base.errors import CheckpointError
-from stopmim.base.sandbox import read_json, read_tree
-from stopmim.data.pixels import MEAN, STD
+from stopmim.base.sandbox import metadata, read_json, read_tree
+from stopmim.data.pixels import PixelStats, from_tag
 from stopmim.data.transform import Transform
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.weights import vit
@@ -71,13 +71,18 @@ class HuggingFace(Format):
         weights = from_huggingface(read_tree(files[0]), str(folder))
         return vit.read(weights, str(folder), file.heads or own, eps)
 
+    def stats(self, file: WeightFile) -> PixelStats | None:
+        """From the header of its weights, where `write` puts the tag."""
+        weights = file.path / FILES[0]
+        tag = metadata(weights).get(vit.PIXELS_TAG) if weights.is_file() else None
+        return None if tag is None else from_tag(json.loads(tag))
+
     def project(self, file: WeightFile, encoder: Encoder) -> str:
         return f"{self.name}, {read_json(file.path / 'config.json')['model_type']}"
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         """Writes what ``AutoModel`` and ``AutoImageProcessor`` need, without transformers."""
-        size = encoder.side * encoder.patch
-        config = {
+        config: dict[str, Any] = {
             "architectures": ["ViTModel" if encoder.prefix else "IJepaModel"],
             "model_type": "vit" if encoder.prefix else "ijepa",
             "hidden_size": encoder.width,
@@ -88,31 +93,41 @@ class HuggingFace(Format):
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
             "layer_norm_eps": encoder.norm.eps,  # the default would be 1e-12
-            "image_size": size,
+            "image_size": encoder.side * encoder.patch,
             "patch_size": encoder.patch,
-            "num_channels": 3,
+            "num_channels": encoder.channels,
             "qkv_bias": True,
             "torch_dtype": "float32",
         }
-        # Not ViT's own processor: it squeezes images into a square and normalises with 0.5.
-        processor = {
-            "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": {"shortest_edge": Transform(size).resize},
-            "resample": 2,  # bilinear
-            "do_center_crop": True,
-            "crop_size": {"height": size, "width": size},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": list(MEAN),
-            "image_std": list(STD),
-        }
-        for name, tree in (("config", config), ("preprocessor_config", processor)):
+        trees = {"config": config}
+        if contents.stats is not None and contents.stats.is_plain:
+            trees["preprocessor_config"] = _processor(encoder, contents.stats)
+        for name, tree in trees.items():
             text = json.dumps(tree, indent=1) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
-        save_file(to_huggingface(vit.weights_of(encoder)), folder / FILES[0], {"format": "pt"})
+        tags = {name: json.dumps(tag) for name, tag in vit.pixels_tag(contents.stats).items()}
+        weights = to_huggingface(vit.weights_of(encoder))
+        save_file(weights, folder / FILES[0], {"format": "pt"} | tags)
+
+
+def _processor(encoder: VisionTransformer, stats: PixelStats) -> dict[str, Any]:
+    """The settings of an image processor for pictures; none of theirs takes other images."""
+    size, (mean, std) = encoder.side * encoder.patch, stats.unit()
+    # Not ViT's own processor: it squeezes images into a square and normalises with 0.5.
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": Transform(size).resize},
+        "resample": 2,  # bilinear
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+    }
 
 
 def _names(depth: int) -> dict[str, list[str]]:

@@ -53,7 +53,8 @@ class Mae(Format):
                 what = f"its decoder is not {DECODER_WIDTH} wide as all of MAE's are"
                 raise CheckpointError(f"{file}: {what}; say decoder_heads=")
             tag = PUBLISHED | {"heads": file.decoder_heads or DECODER_HEADS}
-        predictor = vit.predictor_like(decoder, encoder, source, tag, outputs=3 * encoder.patch**2)
+        outputs = encoder.channels * encoder.patch**2
+        predictor = vit.predictor_like(decoder, encoder, source, tag, outputs)
         if not isinstance(normed := tag.get("norm_pixels"), bool):
             raise CheckpointError(f"{source}: norm_pixels is not in its {vit.PREDICTOR_TAG}")
         fill(predictor, decoder, source)
@@ -81,7 +82,8 @@ class Mae(Format):
                 value = torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
             weights[theirs[stem] + dot + rest] = value
         tag = model.predictor.tag() | {"norm_pixels": model.target.normed}
-        vit.save_tagged(weights, folder / "model.safetensors", vit.tags(model.encoder, tag))
+        tags = vit.tags(model.encoder, tag, contents.stats)
+        vit.save_tagged(weights, folder / "model.safetensors", tags)
 
 
 def _decoder(tree: Mapping[str, Any], prefix: int, source: str) -> vit.State:

@@ -1,5 +1,6 @@
-"""ONNX, written only: images (B, 3, S, S) to features (B, D) and tokens (B, N, D) for any B."""
+"""ONNX, written only: images (B, C, S, S) to features (B, D) and tokens (B, N, D) for any B."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.method.encoder import VisionTransformer
+from stopmim.weights import vit
 from stopmim.weights.format import Contents, Format
 
 AGREE = 1e-4  # difference allowed between the features of an ONNX file and ours
@@ -29,22 +31,25 @@ class Onnx(Format):
             raise UserError(f'export: {error}; pip install "stopmim[interop]"') from None
         file, size = folder / "model.onnx", encoder.side * encoder.patch
         generator = torch_generator("onnx")
-        images = [torch.randn(n, 3, size, size, generator=generator) for n in (2, 3)]
+        shape = (encoder.channels, size, size)
+        images = [torch.randn(n, *shape, generator=generator) for n in (2, 3)]
         network = FeaturesAndTokens(encoder).eval()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about its own exporter
-            torch.onnx.export(
+            program = torch.onnx.export(
                 network,
                 (images[0],),
-                file,
                 input_names=["images"],
                 output_names=["features", "tokens"],
                 dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
                 opset_version=OPSET,
                 dynamo=True,
-                external_data=False,
                 verbose=False,
             )
+            assert program is not None
+            for name, tag in vit.pixels_tag(contents.stats).items():
+                program.model.metadata_props[name] = json.dumps(tag)
+            program.save(file, external_data=False)
             session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
             for batch in images:
                 theirs = session.run(None, {"images": batch.numpy()})

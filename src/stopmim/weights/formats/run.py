@@ -1,8 +1,10 @@
 """Our own run directories and checkpoints; runs/checkpoint.py defines and writes them."""
 
 from dataclasses import replace
+from typing import Any
 
 from stopmim.config.schema import Config
+from stopmim.method.encoder import Encoder, ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
 from stopmim.runs.run import Run, begun
@@ -17,6 +19,10 @@ class OwnRun(Format):
 
     def model(self, file: WeightFile) -> MaskedImageModel:
         return checkpoint.load_model(file.path)
+
+    def seeing(self, file: WeightFile, encoder: Encoder) -> ImageEncoder:
+        found: Any = encoder  # `checkpoint.load_model` gave it the transform of its config
+        return found
 
     def contents(self, file: WeightFile) -> Contents:
         path, epoch = file.path, None

@@ -92,7 +92,7 @@ class StopIjepa(Format):
         for name, part in parts.items():
             tree[name] = {f"module.{key}": value for key, value in part.items()}
         tree |= {"opt": None, "scaler": None, "epoch": contents.epoch or 0}
-        tree |= vit.tags(model.encoder, model.predictor.tag())
+        tree |= vit.tags(model.encoder, model.predictor.tag(), contents.stats)
         torch.save(tree, folder / "model.pth.tar")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.base.sandbox import one_line
-from stopmim.data.pixels import MEAN, STD
+from stopmim.data.pixels import RGB, PixelStats
 from stopmim.data.transform import Transform
 from stopmim.method.encoder import EPS, VisionTransformer
 from stopmim.weights import vit
@@ -40,7 +40,8 @@ class Safetensors(Format):
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         weights = vit.weights_of(encoder)
-        vit.save_tagged(weights, folder / "model.safetensors", vit.tags(encoder))
+        tags = vit.tags(encoder, stats=contents.stats)
+        vit.save_tagged(weights, folder / "model.safetensors", tags)
 
 
 class Timm(Safetensors):
@@ -62,25 +63,31 @@ class Timm(Safetensors):
             raise CheckpointError(f"{file}: {one_line(error)}") from None
         return from_timm(model, str(file))
 
+    def stats(self, file: WeightFile) -> PixelStats | None:
+        return None  # of channels other than red, green and blue timm publishes none
+
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         super().write(contents, encoder, folder)
         if encoder.norm.eps != EPS:  # JSON has no `norm_layer`: the README says how to give one
             return
-        about = {
+        about: dict[str, Any] = {
             "architecture": TEMPLATE,
             "num_classes": 0,
             "num_features": encoder.width,
             "global_pool": "token" if encoder.prefix else "avg",
             "model_args": self.arguments(encoder),
-            "pretrained_cfg": self.view(encoder)
+            "pretrained_cfg": self.view(encoder, contents.stats)
             | {"num_classes": 0, "first_conv": "patch_embed.proj", "classifier": "head"},
         }
+        if encoder.channels != 3:
+            # timm would take the filters for those of RGB, and replace them by random ones.
+            del about["pretrained_cfg"]["first_conv"]
         text = json.dumps(about, indent=1) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
 
     def arguments(self, encoder: VisionTransformer) -> dict[str, Any]:
         """Arguments of ``create_model``, except for an unusual norm."""
-        found = {
+        found: dict[str, Any] = {
             "img_size": encoder.side * encoder.patch,
             "patch_size": encoder.patch,
             "embed_dim": encoder.width,
@@ -88,24 +95,28 @@ class Timm(Safetensors):
             "num_heads": encoder.heads,
             "mlp_ratio": vit.Shape.of(encoder).hidden / encoder.width,
         }
+        if encoder.channels != 3:
+            found["in_chans"] = encoder.channels
         # Without fc_norm=False the final norm would move behind the pooling.
         mean = {"class_token": False, "global_pool": "avg", "fc_norm": False}
         return found if encoder.prefix else found | mean
 
-    def view(self, encoder: VisionTransformer) -> dict[str, Any]:
-        """Arguments of timm's ``create_transform``."""
+    def view(self, encoder: VisionTransformer, stats: PixelStats | None = RGB) -> dict[str, Any]:
+        """Arguments of timm's ``create_transform``: statistics of channels scaled to 0..1."""
         size, resize = encoder.side * encoder.patch, Transform(encoder.side * encoder.patch).resize
         share = size / resize
         if math.floor(size / share) != resize:  # as timm computes it; a few sizes round down
             share = size / (resize + 0.5)
-        return {
-            "input_size": [3, size, size],
+        found = {
+            "input_size": [encoder.channels, size, size],
             "interpolation": "bilinear",
             "crop_pct": share,
             "crop_mode": "center",
-            "mean": list(MEAN),
-            "std": list(STD),
         }
+        if stats is None:
+            return found
+        mean, std = stats.unit()
+        return found | {"mean": list(mean), "std": list(std)}
 
 
 def _import_timm(source: str) -> Any:
@@ -142,7 +153,8 @@ def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
         heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
     encoder = vit.read(vit.encoder_weights(inner.state_dict(), source), source, heads, eps)
     edge, training = encoder.side * encoder.patch, model.training
-    image = torch.randn(1, 3, edge, edge, generator=torch_generator("timm"))
+    generator = torch_generator("timm")
+    image = torch.randn(1, encoder.channels, edge, edge, generator=generator)
     with torch.inference_mode():
         theirs, ours = inner.eval().forward_features(image)[:, encoder.prefix :], encoder(image)
     model.train(training)

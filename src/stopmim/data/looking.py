@@ -1,0 +1,180 @@
+"""Finds by looking what the numbers of images are, and measures their statistics once.
+
+Shapes: n images of a sample, P pixels of each, C channels.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stopmim.base.console import busy
+from stopmim.base.errors import DataError
+from stopmim.base.random_keys import numpy_generator
+from stopmim.config.data import Kind
+from stopmim.config.schema import Config
+from stopmim.data.channels import MOST, as_kind, described
+from stopmim.data.decode import BadImageError
+from stopmim.data.images import Images, open_image
+from stopmim.data.pixels import RGB, PixelStats
+from stopmim.data.rasters.windows import read_sample
+from stopmim.data.workers import Watched, batches
+
+FEW = 3  # images that are read to see their channels
+SAMPLE = 1000  # images that statistics are measured on
+CHUNK = 16  # images per answer of a worker
+NUMBERS = 2**24  # of all channels and images together, at most: 64 MiB
+PERCENTILES = (0.1, 99.9)  # values beyond are clipped: dead pixels, glints, missing values
+# Range over standard deviation, at most: a channel that is almost always 0 would otherwise be
+# normalised to hundreds where it is not.
+PEAK = 10.0
+
+
+class Seen(NamedTuple):
+    """What the images of a source are made of."""
+
+    channels: int = 3
+    kind: Kind = "uint8"
+    names: tuple[str, ...] | None = None
+
+    @property
+    def is_rgb(self) -> bool:
+        return (self.channels, self.kind) == (RGB.channels, RGB.kind)
+
+    @property
+    def stats(self) -> PixelStats:
+        """Statistics before any are measured: only channels and type mean something."""
+        if self.is_rgb:
+            return RGB
+        return PixelStats((0.0,) * self.channels, (1.0,) * self.channels, kind=self.kind)
+
+    def __str__(self) -> str:
+        return described(self.channels, self.kind)
+
+
+def look(images: Images, config: Config | None = None) -> Seen:
+    """Channels and type as the source states them, or else as most of a few images have them.
+
+    Images that cannot be read are passed over; without any, these are ordinary pictures.
+    """
+    stated: list[str] = list(getattr(images, "channel_names", None) or [])
+    names = tuple(stated) or None
+    if hasattr(images, "channels") or hasattr(images, "kind"):
+        channels, kind = getattr(images, "channels", 3), getattr(images, "kind", "uint8")
+        return Seen(channels, kind, names)
+    if not len(images):
+        return Seen()
+    numbers = np.linspace(0, len(images) - 1, min(FEW, len(images))).round().astype(int)
+    found = [seen for seen in _read(images, numbers, config, _shape) if seen is not None]
+    if not found:
+        return Seen()
+    channels, kind = max(found, key=found.count)  # the first, if all differ
+    if not 1 <= channels <= MOST:
+        raise DataError(f"{images.name(0)}: {channels} channels; expected 1 to {MOST}")
+    return Seen(channels, kind, names if names and len(names) == channels else None)
+
+
+def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> None:
+    """Raises DataError if `who` was trained on images of other channels, or of another type."""
+    seen = look(images) if len(images) else Seen(stats.channels, stats.kind)
+    if seen[:2] != (stats.channels, stats.kind):
+        wanted = described(stats.channels, stats.kind)
+        raise DataError(
+            f"{who} takes images of {wanted}; {images.name(0)} has {seen}; give images like those "
+            f"of its training, or some of their channels, as channels:0,1,2:DATA"
+        )
+
+
+def measure(images: Images, seen: Seen, config: Config) -> tuple[PixelStats, int]:
+    """Statistics of the channels, and the number of images that they were measured on.
+
+    A function of the images and the seed. Bounds that the config states are kept.
+    """
+    count = min(SAMPLE, len(images))
+    chosen = numpy_generator("pixels", config.seed).choice(len(images), count, replace=False)
+    each = max(1, NUMBERS // (seen.channels * count))
+    sample = partial(_sample, each=each, seen=seen, seed=config.seed)
+    parts = [x for x in _read(images, np.sort(chosen), config, sample) if x is not None]
+    if not parts:
+        raise DataError(f"none of {count} images can be read, such as {images.name(0)}")
+    values = np.concatenate(parts)  # (n * P, C)
+    columns = [
+        _channel(values[:, c], *(None if b is None else b[c] for b in bounds))
+        for bounds in [(config.data.low, config.data.high)]
+        for c in range(seen.channels)
+    ]
+    low, high, mean, std = zip(*columns, strict=True)
+    return PixelStats(mean, std, low, high, seen.kind), len(parts)
+
+
+def _channel(
+    values: np.ndarray, low: float | None, high: float | None
+) -> tuple[float, float, float, float]:
+    """Low, high, mean and standard deviation of the values (n,) of a channel."""
+    values = values[np.isfinite(values)].astype(np.float64)
+    if not len(values):
+        values = np.zeros(1)  # missing in every image
+    least, most = np.percentile(values, PERCENTILES)
+    if least == most:  # almost empty: what little there is must not be clipped away
+        least, most = values.min(), values.max()
+    low, high = (x if given is None else given for given, x in ((low, least), (high, most)))
+    if not high > low:
+        high = low + 1.0  # constant
+    low, high = _short(low), _short(high)
+    clipped = values.clip(low, high)
+    return low, high, _short(clipped.mean()), _short(max(clipped.std(), (high - low) / PEAK))
+
+
+def _short(x: float) -> float:
+    """Six digits: enough, the same on every machine, and readable in run.json."""
+    return float(f"{x:.6g}")
+
+
+# ------------------------------------------------------------------------------ reading
+
+
+def _read(images: Images, numbers: np.ndarray, config: Config | None, make: Any) -> Iterator[Any]:
+    """`make` of each of these images and its number; None for one that cannot be read."""
+    runtime = (config or Config()).runtime
+    watched = Watched(images, runtime.workers, runtime.worker_timeout)
+    chunks = [numbers[i : i + CHUNK].tolist() for i in range(0, len(numbers), CHUNK)]
+    watched.workers = min(watched.workers, len(chunks))
+    with busy(f"looking at {len(numbers):,} images"):
+        for answers in batches(partial(_answers, watched, make), chunks, watched):
+            yield from answers
+
+
+def _answers(watched: Watched, make: Any, numbers: list[int]) -> list[Any]:
+    found = []
+    for i in numbers:
+        try:
+            with watched.reading_image(i):
+                raster = open_image(watched.images, i)
+                rng = numpy_generator("parts", i)
+                pixels = watched.images.read(i) if raster is None else read_sample(raster, rng)
+            found.append(make(pixels, i))
+        except BadImageError:
+            found.append(None)
+    return found
+
+
+def _shape(pixels: np.ndarray, number: int) -> tuple[int, str] | None:
+    """Channels and type of an image."""
+    converted = as_kind(pixels)
+    if converted is None or pixels.ndim != 3:
+        return None
+    return pixels.shape[2], converted.dtype.name
+
+
+def _sample(
+    pixels: np.ndarray, number: int, *, each: int, seen: Seen, seed: int
+) -> np.ndarray | None:
+    """Values (P, C) of `each` pixels of an image, float32; None of an image unlike the others."""
+    converted = as_kind(pixels)
+    if converted is None or _shape(pixels, number) != (seen.channels, seen.kind):
+        return None
+    flat = converted.reshape(-1, seen.channels)
+    if len(flat) > each:
+        flat = flat[numpy_generator("pixels", seed, number).integers(len(flat), size=each)]
+    return flat.astype(np.float32)

@@ -1,0 +1,74 @@
+"""Facts about the channels of images that are not ordinary pictures: ranges, empty planes, NaN."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stopmim.data.channels import described
+
+SHOWN = 16  # channels that are listed
+
+
+class Planes(NamedTuple):
+    """Per channel, (C,) each, over all images."""
+
+    images: int
+    kind: str
+    low: np.ndarray  # smallest finite value; infinity if there is none
+    high: np.ndarray
+    empty: np.ndarray  # images in which the channel is constant
+    missing: np.ndarray  # images in which it has NaN or infinity
+
+    @classmethod
+    def of(cls, pixels: np.ndarray) -> "Planes":
+        """The facts of one image (H, W, C)."""
+        if pixels.dtype.kind == "f":
+            known = np.isfinite(pixels)
+            missing = ~known.all(axis=(0, 1))
+            low = pixels.min(axis=(0, 1), where=known, initial=np.inf)
+            high = pixels.max(axis=(0, 1), where=known, initial=-np.inf)
+        else:
+            low, high = pixels.min(axis=(0, 1)), pixels.max(axis=(0, 1))
+            missing = np.zeros(len(low), bool)
+        kind, empty = pixels.dtype.name, low == high
+        return cls(1, kind, low.astype(float), high.astype(float), empty * 1, missing * 1)
+
+    def joined(self, other: "Planes") -> "Planes":
+        """The facts of both; the images must have the same channels."""
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        counts = (getattr(self, x) + getattr(other, x) for x in ("empty", "missing"))
+        return Planes(self.images + other.images, self.kind, low, high, *counts)
+
+    def rows(self, names: Sequence[str] | None) -> list[tuple[str, str]]:
+        """Rows of the report of `check`: type, then a line per channel."""
+        channels = len(self.low)
+        rows = [("channels", described(channels, self.kind))]
+        for c in range(min(channels, SHOWN)):
+            name = names[c] if names and len(names) == channels else f"channel {c}"
+            rows.append(("", f"{name}: {self._range(c)}{self._troubles(c)}"))
+        if channels > SHOWN:
+            low, high = self.low[SHOWN:].min(), self.high[SHOWN:].max()
+            rows.append(("", f"and {channels - SHOWN} more, {low:g} to {high:g}"))
+        return rows
+
+    def _range(self, c: int) -> str:
+        if self.low[c] > self.high[c]:
+            return "no finite value"
+        return f"{self.low[c]:g} to {self.high[c]:g}"
+
+    def _troubles(self, c: int) -> str:
+        said = ""
+        for count, what in ((self.empty[c], "empty"), (self.missing[c], "with NaN or infinity")):
+            if count:
+                said += f", {what} in {'all' if count == self.images else f'{count:,}'} images"
+        return said
+
+
+def join_planes(found: Sequence[Planes | None]) -> Planes | None:
+    """All of them in one; None if there are none, as for ordinary pictures."""
+    whole = None
+    for planes in found:
+        if planes is not None:
+            whole = planes if whole is None else whole.joined(planes)
+    return whole

@@ -1,0 +1,113 @@
+"""DICOM images, by pydicom.
+
+Stored values become measured ones by rescale slope and intercept, as Hounsfield units of CT: int16
+if both are whole numbers and every possible value fits, otherwise float32. MONOCHROME1, where low
+values are bright, is turned round. Frames are channels, like the planes of other formats.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from stopmim.config.data import Kind
+from stopmim.data.crops import Box
+from stopmim.data.decode import BadImageError, quiet
+from stopmim.data.rasters.raster import (
+    Stored,
+    check_bytes,
+    check_shape,
+    cut,
+    extra,
+    one_reason,
+)
+
+MARK = b"DICM"  # at byte 128
+DEFLATED = b"1.2.840.10008.1.2.1.99"  # transfer syntax
+
+
+def is_dicom(start: bytes) -> bool:
+    return start[128:132] == MARK
+
+
+class Dicom:
+    """An open file; its pixels are always decoded whole."""
+
+    levels = ()
+    names: list[str]
+
+    def __init__(self, stored: Stored) -> None:
+        pydicom = extra("pydicom", "dicom", "DICOM")
+        self.names = []
+        if DEFLATED in stored.data[:1024]:  # pydicom would unpack it whole, to any size
+            raise BadImageError("deflated DICOM is not read; decompress it first")
+        with quiet, stored.stream() as stream, one_reason():
+            # Without the marker pydicom would take any file for one.
+            self.file = pydicom.dcmread(stream, specific_tags=_TAGS, stop_before_pixels=True)
+        self.stored = stored
+        about = self.file
+        self.bits, self.signed = int(about.get("BitsStored", 0)), about.get("PixelRepresentation")
+        samples, frames = (
+            int(about.get("SamplesPerPixel", 1)),
+            int(about.get("NumberOfFrames") or 1),
+        )
+        rows, columns = int(about.get("Rows", 0)), int(about.get("Columns", 0))
+        self.frames, self.shape = frames, check_shape(rows, columns, samples * frames)
+        self.slope = float(about.get("RescaleSlope", 1))
+        self.intercept = float(about.get("RescaleIntercept", 0))
+        if not 0 < self.bits <= 16 or not np.isfinite([self.slope, self.intercept]).all():
+            raise BadImageError(f"DICOM of {self.bits} bits, rescaled by {self.slope}, is not read")
+        self.kind = self._kind()
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        check_bytes(self, None)
+        pydicom = extra("pydicom", "dicom", "DICOM")
+        with quiet, self.stored.stream() as stream, one_reason():
+            file = pydicom.dcmread(stream)
+            try:
+                pixels = np.asarray(file.pixel_array)
+            except (NotImplementedError, RuntimeError, AttributeError):
+                raise BadImageError(_why_not(file)) from None
+        height, width, channels = self.shape
+        if pixels.size != height * width * channels:
+            raise BadImageError(f"{pixels.shape} pixels, expected {self.shape}")
+        if self.frames == 1:
+            pixels = pixels.reshape(self.shape)
+        else:  # (F, H, W) or (F, H, W, S)
+            pixels = np.moveaxis(pixels.reshape(self.frames, height, width, -1), 0, 2)
+            pixels = pixels.reshape(self.shape)
+        return self._measured(cut(pixels, box))
+
+    def _range(self) -> tuple[int, int]:
+        """Smallest and largest stored value."""
+        if self.signed:
+            return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        return 0, 2**self.bits - 1
+
+    @property
+    def _rescaled(self) -> bool:
+        return (self.slope, self.intercept) != (1, 0)
+
+    def _kind(self) -> Kind:
+        if not self._rescaled:
+            return "int16" if self.signed else "uint8" if self.bits <= 8 else "uint16"
+        ends = [self.slope * value + self.intercept for value in self._range()]
+        whole = self.slope.is_integer() and self.intercept.is_integer()
+        fits = min(ends) >= -(2**15) and max(ends) < 2**15
+        return "int16" if whole and fits else "float32"
+
+    def _measured(self, stored: np.ndarray) -> np.ndarray:
+        if self.file.get("PhotometricInterpretation") == "MONOCHROME1":
+            stored = sum(self._range()) - stored.astype(np.int32)
+        if self._rescaled:
+            return (stored * self.slope + self.intercept).astype(self.kind)
+        return stored.astype(self.kind, copy=False)
+
+
+_TAGS = ["BitsStored", "PixelRepresentation", "SamplesPerPixel", "NumberOfFrames", "Rows",
+         "Columns", "RescaleSlope", "RescaleIntercept", "PhotometricInterpretation"]  # fmt: skip
+
+
+def _why_not(file: Any) -> str:
+    syntax = getattr(getattr(file, "file_meta", None), "TransferSyntaxUID", None)
+    name = getattr(syntax, "name", None) or "unknown"
+    return f"DICOM with pixels that cannot be decoded ({name}); decompress it first"

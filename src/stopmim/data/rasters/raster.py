@@ -1,0 +1,214 @@
+"""What all formats of arrays share: bytes of a file, the form of an image, and boxes of it.
+
+A raster is one open image. Its pixels are read whole or by the box, and a box of a large file is
+read without the rest where the format allows. Numbers of other types are converted as channels.py
+says; NaN stays, as a mark of missing data.
+
+Nothing trusts a header: sizes are compared with the length of the file, and with `MOST`, before
+memory is allocated.
+"""
+
+import contextlib
+import importlib
+import io
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from stopmim.config.data import Kind
+from stopmim.data.channels import MOST as MAX_CHANNELS
+from stopmim.data.channels import as_kind, described
+from stopmim.data.crops import Box
+from stopmim.data.decode import BadImageError, one_line
+
+MAX_SIDE = 2**20
+MOST = 2**29  # bytes of pixels that are held at a time
+SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
+
+
+_AXES = {"lat": "y", "latitude": "y", "lon": "x", "longitude": "x"}
+
+
+class MissingExtraError(BadImageError):
+    """A file that a package of an extra would read."""
+
+
+class Form(NamedTuple):
+    """Channels of an image, and the type of its numbers."""
+
+    channels: int
+    kind: Kind
+    names: tuple[str, ...] = ()  # of the channels, if they have names
+
+    def is_like(self, other: "Form") -> bool:
+        return self[:2] == other[:2]
+
+    def __str__(self) -> str:
+        return described(self.channels, self.kind)
+
+
+class Raster(Protocol):
+    """One open image."""
+
+    shape: tuple[int, int, int]  # H, W, C
+    kind: Kind
+    names: list[str]  # of the channels; [] if the file does not say
+    levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
+
+
+def form_of(raster: Raster) -> Form:
+    return Form(raster.shape[2], raster.kind, tuple(raster.names))
+
+
+class Stored:
+    """The bytes of a file: all of them, or a map of a file that is large."""
+
+    def __init__(self, data: bytes | mmap.mmap, path: bytes | None = None) -> None:
+        self.data, self.path = data, path
+
+    @classmethod
+    def open(cls, path: bytes, small: int = SMALL) -> "Stored":
+        """The file at `path`, read if it has no more bytes than `small`."""
+        # A pipe would block forever.
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImageError("not a regular file")
+            if not status.st_size:
+                raise BadImageError("empty file")
+            if status.st_size > small:
+                return cls(mmap.mmap(file, 0, access=mmap.ACCESS_READ), path)
+            with open(file, "rb", buffering=0, closefd=False) as raw:
+                return cls(raw.read(), path)
+        finally:
+            os.close(file)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def part(self, at: int, size: int) -> bytes:
+        """`size` bytes from `at` on; an error if the file ends before."""
+        if not 0 <= at <= at + size <= len(self.data):
+            raise BadImageError(f"ends at byte {len(self.data)}, but has data at {at + size}")
+        return self.data[at : at + size]
+
+    def stream(self) -> BinaryIO:
+        """The same bytes for a library that reads files."""
+        if isinstance(self.data, bytes):
+            return io.BytesIO(self.data)
+        return open(self.path or b"", "rb")
+
+
+class Plain:
+    """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
+
+    levels: Sequence[Raster] = ()
+
+    def __init__(self, pixels: np.ndarray, names: Sequence[str] = ()) -> None:
+        self.pixels, self.names = pixels, list(names)
+        self.kind = kind_of(pixels.dtype)
+        height, width, channels = pixels.shape
+        self.shape = check_shape(height, width, channels)
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        check_bytes(self, box)
+        return cut(self.pixels, box).astype(self.kind, copy=False)
+
+
+def kind_of(dtype: np.dtype) -> Kind:
+    """The type that numbers of `dtype` are returned as."""
+    converted = as_kind(np.empty(0, dtype.newbyteorder("=")))
+    if converted is None:
+        raise BadImageError(f"numbers of type {dtype} are not read")
+    kind: Any = converted.dtype.name
+    return kind
+
+
+def check_shape(height: int, width: int, channels: int) -> tuple[int, int, int]:
+    """The shape of an image, if it is one that can be used."""
+    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        raise BadImageError(f"{width}x{height} pixels are not an image")
+    if not 0 < channels <= MAX_CHANNELS:
+        raise BadImageError(
+            f"{channels} planes of {width}x{height}: each is a channel, of which at most "
+            f"{MAX_CHANNELS} are possible; write one image per file"
+        )
+    return height, width, channels
+
+
+def bytes_of(raster: Raster, box: Box | None = None) -> int:
+    """Bytes of the pixels of `box`, or of the whole image."""
+    height, width = (box.height, box.width) if box else raster.shape[:2]
+    return height * width * raster.shape[2] * np.dtype(raster.kind).itemsize
+
+
+def check_bytes(raster: Raster, box: Box | None) -> None:
+    if (size := bytes_of(raster, box)) > MOST:
+        height, width = (box.height, box.width) if box else raster.shape[:2]
+        raise BadImageError(
+            f"{width}x{height} pixels, {form_of(raster)}, are {size >> 20} MiB, more than the "
+            f"{MOST >> 20} MiB that are read at once"
+        )
+
+
+def cut(pixels: np.ndarray, box: Box | None) -> np.ndarray:
+    """The pixels of `box` in an array (H, W, C)."""
+    if box is None:
+        return pixels
+    return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def spatial_axes(shape: Sequence[int], axes: Sequence[str] = ()) -> tuple[int, int]:
+    """The axes of y and x: those of these names, if `axes` has them.
+
+    Otherwise axes of length 1 in front do not count, and of three others the shorter one of the
+    first and the last are the channels.
+    """
+    named = [_AXES.get(name.lower(), name) for name in axes]
+    if named.count("x") == named.count("y") == 1 and len(named) == len(shape):
+        return named.index("y"), named.index("x")
+    skipped = 0
+    while len(shape) - skipped > 3 and shape[skipped] == 1:
+        skipped += 1
+    left = shape[skipped:]
+    if len(left) not in (2, 3):
+        raise BadImageError(f"an array {tuple(shape)} is not an image (H, W) with channels")
+    first = skipped + (len(left) == 3 and left[0] < left[2])
+    return first, first + 1
+
+
+def channels_last(pixels: np.ndarray, axes: Sequence[str] = ()) -> np.ndarray:
+    """A view (H, W, C) of an array of any layout: all axes but y and x are channels, in order."""
+    pixels = np.moveaxis(pixels, spatial_axes(pixels.shape, axes), (0, 1))
+    return pixels.reshape(*pixels.shape[:2], -1)
+
+
+def extra(module: str, name: str, what: str) -> Any:
+    """Imports a package that an extra installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtraError(f'{what}: needs pip install "stopmim[{name}]"') from None
+
+
+@contextlib.contextmanager
+def one_reason() -> Iterator[None]:
+    """Turns whatever a library raises on damaged files into a `BadImageError` of one line."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except OSError as error:
+        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
+    except Exception as error:
+        text = one_line(error)
+        name = type(error).__name__
+        raise BadImageError(f"{name}: {text}" if text else name) from None

@@ -1,0 +1,72 @@
+"""Parts of large images: read in bounded memory, and not at a higher resolution than is of use."""
+
+import math
+
+import numpy as np
+
+from stopmim.data.crops import Box
+from stopmim.data.rasters.raster import MOST, Raster, bytes_of, one_reason
+
+LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
+STRIP = 2**26  # bytes that are read at a time of a part that does not fit
+PARTS, PART = 16, 256  # number and side of the squares that statistics of a large image are of
+SPARE = 2  # pixels per pixel of a view that are read, so that shrinking still filters them
+
+
+def read_whole(raster: Raster) -> np.ndarray:
+    """The image; one of more than `MOST` bytes is shrunk while it is read."""
+    every = [raster, *raster.levels]
+    fits = next((level for level in every if bytes_of(level) <= MOST), None)
+    with one_reason():
+        return fits.read() if fits else _shrunk(raster, Box(0, 0, *raster.shape[:2]))
+
+
+def read_sample(raster: Raster, rng: np.random.Generator) -> np.ndarray:
+    """The image; of a large one `PARTS` squares at random places, one below the other."""
+    if bytes_of(raster) <= LARGE:
+        return read_whole(raster)
+    height, width = (min(side, PART) for side in raster.shape[:2])
+    places = [rng.integers((raster.shape[0] - height + 1, raster.shape[1] - width + 1))
+              for _ in range(PARTS)]  # fmt: skip
+    with one_reason():
+        parts = [raster.read(Box(int(top), int(left), height, width)) for top, left in places]
+    return np.concatenate(parts)
+
+
+def read_view(raster: Raster, box: Box, size: int) -> np.ndarray:
+    """The pixels of `box`, or fewer: at least `SPARE` times `size` along each side, if it has them.
+
+    If the file has smaller copies, the smallest that is good enough is read.
+    """
+    for level in reversed(raster.levels):
+        part = _on_level(box, raster, level)
+        if min(part.height, part.width) >= SPARE * size:
+            return _bounded(level, part)
+    return _bounded(raster, box)
+
+
+def _on_level(box: Box, raster: Raster, level: Raster) -> Box:
+    """The box of a smaller copy that shows what `box` does."""
+    down, across = level.shape[0] / raster.shape[0], level.shape[1] / raster.shape[1]
+    top, left = int(box.top * down), int(box.left * across)
+    height = min(round(box.height * down), level.shape[0] - top)
+    return Box(top, left, height, min(round(box.width * across), level.shape[1] - left))
+
+
+def _bounded(raster: Raster, box: Box) -> np.ndarray:
+    with one_reason():
+        return raster.read(box) if bytes_of(raster, box) <= MOST else _shrunk(raster, box)
+
+
+def _shrunk(raster: Raster, box: Box) -> np.ndarray:
+    """The pixels of `box`, each the mean of a square of them, read in strips."""
+    by = math.ceil(math.sqrt(bytes_of(raster, box) / STRIP))
+    height, width = box.height // by, box.width // by
+    found = np.empty((height, width, raster.shape[2]), raster.kind)
+    rows = max(1, STRIP // (bytes_of(raster, box) // box.height * by))  # of the result
+    for top in range(0, height, rows):
+        n = min(rows, height - top)
+        pixels = raster.read(Box(box.top + top * by, box.left, n * by, width * by))
+        mean = pixels.reshape(n, by, width, by, -1).mean(axis=(1, 3), dtype=np.float32)
+        found[top : top + n] = mean if raster.kind == "float32" else np.rint(mean)
+    return found

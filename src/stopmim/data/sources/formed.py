@@ -1,0 +1,47 @@
+"""Images that are either pictures, or arrays of one form: the base of folders, lists and shards."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from stopmim.data.decode import decode
+from stopmim.data.rasters.open import checked, find_form, open_bytes
+from stopmim.data.rasters.raster import Form, Raster, Stored
+from stopmim.data.rasters.windows import read_whole
+
+
+class Formed:
+    """Images of which a few are looked at. If they are arrays, their form is in the fingerprint."""
+
+    fingerprint: str
+    form: Form | None = None  # of the arrays; None: ordinary pictures, decoded to RGB
+
+    def look(
+        self, name: str, names: Sequence[bytes], *, arrays: bool | None = None, named: bool = True
+    ) -> None:
+        """Decides what the images `names` are, see rasters.open.find_form."""
+        self.form = find_form(name, names, self._glance, arrays=arrays, named=named)
+        if self.form:
+            self.channels, self.kind = self.form.channels, self.form.kind
+            self.channel_names = list(self.form.names)
+            text = f"{self.fingerprint} {self.channels} {self.kind}"
+            self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+
+    def open(self, i: int) -> Raster | None:
+        return self.form and checked(self._raster(i), self.form)
+
+    def read(self, i: int) -> np.ndarray:
+        raster = self.open(i)
+        return decode(self._data(i)) if raster is None else read_whole(raster)
+
+    def _data(self, i: int) -> bytes:
+        """The file of image `i`; raises BadImageError if it cannot be read."""
+        raise NotImplementedError
+
+    def _raster(self, i: int) -> Raster:
+        return open_bytes(self._data(i))
+
+    def _glance(self, i: int) -> Stored | Raster:
+        """Image `i`, to look at its header."""
+        return Stored(self._data(i))
