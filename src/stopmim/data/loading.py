@@ -149,7 +149,7 @@ def _hint_at_pixels(images: Images, config: Config) -> None:
         if first and bytes_of(first) > LARGE and not first.levels and is_first_rank():
             size = config.image_size
             say(
-                f"{images.name(0)}: {first.shape[1]}x{first.shape[0]} pixels, of which a crop reads "
+                f"{images.name(0)}: {first.shape[1]}x{first.shape[0]} pixels; a crop reads "
                 f"{config.data.crop_scale[0]:.0%} or more; --data.crop_pixels {size} {4 * size} "
                 f"crops squares of so many pixels instead"
             )

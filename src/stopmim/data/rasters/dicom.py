@@ -5,6 +5,7 @@ if both are whole numbers and every possible value fits, otherwise float32. MONO
 values are bright, is turned round. Frames are channels, like the planes of other formats.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from stopmim.config.data import Kind
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError, quiet
 from stopmim.data.rasters.raster import (
+    Raster,
     Stored,
     check_bytes,
     check_shape,
@@ -32,7 +34,7 @@ def is_dicom(start: bytes) -> bool:
 class Dicom:
     """An open file; its pixels are always decoded whole."""
 
-    levels = ()
+    levels: Sequence[Raster] = ()
     names: list[str]
 
     def __init__(self, stored: Stored) -> None:

@@ -24,7 +24,7 @@ def open_npy(stored: Stored) -> Plain:
 
 def open_npz(stored: Stored) -> Plain:
     """The only array of an archive with two axes or more; others, as of labels, are ignored."""
-    with zipfile.ZipFile(stored.stream()) as archive:
+    with stored.stream() as stream, zipfile.ZipFile(stream) as archive:
         found = [member for member in archive.infolist() if _is_image(archive, member)]
         if len(found) != 1:
             raise BadImageError(f"{len(found)} arrays that may be the image; expected one")

@@ -1,7 +1,8 @@
 """Opens an image as an array, and decides whether the files of a source are pictures or arrays."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -78,9 +79,17 @@ def is_ordinary(stored: Stored) -> bool:
     return not (is_deep(start) or start.startswith((NPY, ZIP)) or is_dicom(start))
 
 
+class Names(Protocol):
+    """Names of files, in a list or packed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> bytes: ...
+
+
 def find_form(
     source: str,
-    names: Sequence[bytes],
+    names: Names,
     load: Callable[[int], Stored | Raster],
     *,
     arrays: bool | None = None,

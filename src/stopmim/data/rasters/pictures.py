@@ -1,6 +1,7 @@
 """Pictures as they are stored: PNG and PGM of 16 bits, and those of 8 bits without a conversion."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from stopmim.data.crops import Box
 from stopmim.data.decode import MAX_PIXELS, BadImageError, opened
 from stopmim.data.rasters.raster import (
     Plain,
+    Raster,
     Stored,
     check_bytes,
     check_shape,
@@ -34,7 +36,7 @@ def is_deep(start: bytes) -> bool:
     return header is not None and int(header[3]) > 255
 
 
-def open_picture(stored: Stored) -> "Plain | Picture":
+def open_picture(stored: Stored) -> Raster:
     """Any picture that decode.py knows, with its own number of channels and of bits."""
     start = bytes(stored.data[:1024])
     header = _PNM_HEADER.match(start)
@@ -50,7 +52,7 @@ def open_picture(stored: Stored) -> "Plain | Picture":
 class Picture:
     """A picture that is decoded whole, by imagecodecs if it is a PNG of 16 bits."""
 
-    levels = ()
+    levels: Sequence[Raster] = ()
     kind: Kind
 
     def __init__(self, stored: Stored) -> None:

@@ -27,7 +27,9 @@ class Stack:
         self.kind = first.kind
         self.shape = check_shape(*first.shape[:2], len(parts))
         each = min(len(part.levels) for part in parts)
-        self.levels = [Stack([part.levels[i] for part in parts], names) for i in range(each)]
+        self.levels: Sequence[Raster] = [
+            Stack([part.levels[i] for part in parts], names) for i in range(each)
+        ]
 
     def read(self, box: Box | None = None) -> np.ndarray:
         return np.concatenate([part.read(box) for part in self.parts], axis=2)
@@ -40,9 +42,10 @@ class Some:
         self.whole, self.index = whole, list(index)
         if max(self.index) >= whole.shape[2]:
             raise BadImageError(f"{whole.shape[2]} channels; channel {max(self.index)} is missing")
-        self.kind, self.shape = whole.kind, (*whole.shape[:2], len(self.index))
+        self.kind = whole.kind
+        self.shape = whole.shape[0], whole.shape[1], len(self.index)
         self.names = [whole.names[i] for i in self.index] if whole.names else []
-        self.levels = [Some(level, index) for level in whole.levels]
+        self.levels: Sequence[Raster] = [Some(level, index) for level in whole.levels]
 
     def read(self, box: Box | None = None) -> np.ndarray:
         return self.whole.read(box)[:, :, self.index]

@@ -12,6 +12,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -170,21 +171,23 @@ class Tiff:
         if page.compression in PICTURES:
             return _decode_picture(page, data, shape)
         packed = -(-shape[1] * shape[2] * page.bits // 8) * shape[0]
-        data = _unpack(page, data, packed)
-        if len(data) < packed:
-            raise BadImageError(f"a strip or tile of {len(data)} bytes, expected {packed}")
+        unpacked = _unpack(page, data, packed)
+        if len(unpacked) < packed:
+            raise BadImageError(f"a strip or tile of {len(unpacked)} bytes, expected {packed}")
         if page.bits != 8 * page.dtype.itemsize:
             codecs = extra("imagecodecs", "science", f"TIFF of {page.bits} bits")
             native = page.dtype.newbyteorder("=")
-            pixels = codecs.packints_decode(data[:packed], native, page.bits, shape[1] * shape[2])
+            pixels = codecs.packints_decode(
+                unpacked[:packed], native, page.bits, shape[1] * shape[2]
+            )
             return pixels.reshape(shape)
-        pixels = np.frombuffer(data, page.dtype, count).reshape(shape)
+        pixels = np.frombuffer(unpacked, page.dtype, count).reshape(shape)
         if page.predictor == 2:
             # Each number is the difference to its left neighbour, and overflows like an integer.
             return np.cumsum(pixels, axis=1, dtype=page.dtype.newbyteorder("="))
         if page.predictor == 3:
             # Of a row, first the most significant bytes of all numbers, as differences as well.
-            rows = np.frombuffer(data, np.uint8, packed).reshape(shape[0], -1, shape[2])
+            rows = np.frombuffer(unpacked, np.uint8, packed).reshape(shape[0], -1, shape[2])
             rows = np.cumsum(rows, axis=1, dtype=np.uint8)
             rows = rows.reshape(shape[0], page.dtype.itemsize, -1).swapaxes(1, 2)
             return np.ascontiguousarray(rows).view(page.dtype.newbyteorder(">")).reshape(shape)
@@ -209,7 +212,7 @@ def _decode_picture(page: Page, data: bytes, shape: tuple[int, int, int]) -> np.
     name = PICTURES[page.compression]
     codecs = extra("imagecodecs", "science", f"TIFF compressed by {name}")
     out = np.empty(shape if shape[2] > 1 else shape[:2], page.dtype.newbyteorder("="))
-    options = {}
+    options: dict[str, Any] = {}
     if name == "jpeg8":
         ycbcr = page.photometric == YCBCR
         options["tables"] = page.tags.get(tags.JPEG_TABLES)

@@ -184,7 +184,7 @@ class _Layout:
                 self.packed.append(_codec(name))
         if sorted(self.order) != list(range(len(self.shape))):
             raise BadImageError("zarr whose axes are no permutation")
-        self.dtype = np.dtype(str(about["data_type"])).newbyteorder(endian)
+        self.dtype = np.dtype(endian + np.dtype(str(about["data_type"])).str[1:])
         default = keys["name"] == "default"
         self.prefix = ["c"] if default else []
         self.separator = keys.get("configuration", {}).get("separator", "/" if default else ".")

@@ -1,12 +1,11 @@
 """Images that are either pictures, or arrays of one form: the base of folders, lists and shards."""
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 
 from stopmim.data.decode import decode
-from stopmim.data.rasters.open import checked, find_form, open_bytes
+from stopmim.data.rasters.open import Names, checked, find_form, open_bytes
 from stopmim.data.rasters.raster import Form, Raster, Stored
 from stopmim.data.rasters.windows import read_whole
 
@@ -18,7 +17,7 @@ class Formed:
     form: Form | None = None  # of the arrays; None: ordinary pictures, decoded to RGB
 
     def look(
-        self, name: str, names: Sequence[bytes], *, arrays: bool | None = None, named: bool = True
+        self, name: str, names: Names, *, arrays: bool | None = None, named: bool = True
     ) -> None:
         """Decides what the images `names` are, see rasters.open.find_form."""
         self.form = find_form(name, names, self._glance, arrays=arrays, named=named)

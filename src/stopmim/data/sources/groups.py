@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stopmim.base.errors import DataError
+from stopmim.data.channels import MOST as MAX_CHANNELS
 from stopmim.data.images import stamp_files
 from stopmim.data.rasters.open import ARRAYS, open_raster
-from stopmim.data.rasters.raster import MAX_CHANNELS, Raster
+from stopmim.data.rasters.raster import Raster
 from stopmim.data.rasters.stack import Stack
 from stopmim.data.sources.folder import Files, file_sizes, has_splits, hash_files, split_folder
 from stopmim.data.sources.scanning import SUFFIXES, path_classes, scan
