@@ -4,6 +4,7 @@ A fault is planned per request of a file: the next unspent one of the plan is wh
 a plan it is a good server. `log` has a line for every request.
 """
 
+import base64
 import contextlib
 import http.server
 import os
@@ -11,6 +12,7 @@ import re
 import socket
 import threading
 import time
+import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ class FaultyServer:
         self.login = ""  # user:password that is asked for
         self.down = 0.0  # until this time, every connection is refused
         self.lock = threading.Lock()
+        self.connections: list[socket.socket] = []
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -45,12 +48,19 @@ class FaultyServer:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+        for connection in self.connections:  # which clients keep open
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections.append(self.connection)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -70,11 +80,11 @@ class FaultyServer:
             self.log.append((path, asked, "special"))
             return special(request)
         if self.login and request.headers.get("Authorization") != _basic(self.login):
-            return _plain(request, 401, b"")
-        file = self.root / path.lstrip("/")
+            return answer_plain(request, 401, b"")
+        file = self.root / urllib.parse.unquote(path[1:]).replace("/", "_")
         if not file.is_file():
             self.log.append((path, asked, ""))
-            return _plain(request, 404, b"")
+            return answer_plain(request, 404, b"")
         with self.lock:
             # Only what is fetched fails: a look at the size is a short range.
             fault = self.plan.pop(0) if self.plan and asked != "bytes=0-0" else ""
@@ -88,8 +98,8 @@ class FaultyServer:
             self.down = time.monotonic() + 0.3
             return self.reset(request)
         if fault in ("429", "503"):
-            after = {"Retry-After": "0"} if fault == "429" else {}
-            return _plain(request, int(fault), b"later", after)
+            after = {"Retry_After": "0"} if fault == "429" else {}
+            return answer_plain(request, int(fault), b"later", **after)
         part = re.fullmatch(r"bytes=(\d+)-(\d*)", asked)
         start, stop = 0, len(data)
         if part and fault != "no-range":
@@ -107,8 +117,7 @@ class FaultyServer:
         if fault in ("drop", "truncate", "stall"):
             request.wfile.write(body[:half])
             request.wfile.flush()
-            if fault == "stall":
-                time.sleep(self.stall)
+            time.sleep(self.stall if fault == "stall" else 0.05)  # until they are read
             if fault == "drop":
                 return self.reset(request)
             request.close_connection = True
@@ -123,18 +132,16 @@ class FaultyServer:
         request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
-def _plain(request: Any, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+def answer_plain(request: Any, status: int, body: bytes, **headers: str) -> None:
     request.send_response(status)
-    for name, value in (headers or {}).items():
-        request.send_header(name, value)
+    for name, value in headers.items():
+        request.send_header(name.replace("_", "-"), value)
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
     request.wfile.write(body)
 
 
 def _basic(login: str) -> str:
-    import base64
-
     return "Basic " + base64.b64encode(login.encode()).decode()
 
 

@@ -139,5 +139,9 @@ class _Window:
 
 
 def _drop(copy: "Future[Held]") -> None:
+    def close(done: "Future[Held]") -> None:
+        if done.exception() is None:
+            done.result().close()
+
     if not copy.cancel():
-        copy.add_done_callback(lambda done: done.exception() or done.result().close())
+        copy.add_done_callback(close)

@@ -20,8 +20,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError
@@ -154,7 +155,7 @@ def _open(path: Path, size: int) -> Held | None:
 
 
 @contextlib.contextmanager
-def _part(path: Path, remote: Remote) -> Iterator[BinaryIO | None]:
+def _part(path: Path, remote: Remote) -> Iterator[BufferedRandom | None]:
     """The unfinished copy, locked; None if another process has just finished it."""
     name = path.with_name(f"{path.name}-{remote.about.size}.part")
     with open(name, "ab+") as part:
@@ -177,7 +178,7 @@ def _part(path: Path, remote: Remote) -> Iterator[BinaryIO | None]:
         yield part if same else None
 
 
-def _complete(remote: Remote, part: BinaryIO, keep: bool) -> None:
+def _complete(remote: Remote, part: BufferedRandom, keep: bool) -> None:
     """Fetches the rest of a file and compares its checksum; `keep`: records it, if it is new."""
     if not keep:
         fetch(remote.url, remote.about, part)
@@ -284,19 +285,16 @@ class RemoteFiles(Sequence[str]):
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.remotes = list(remotes)
-        self._last = threading.local()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"remotes": self.remotes}
-
-    def __setstate__(self, state: dict[str, list[Remote]]) -> None:
-        self.__init__(state["remotes"])  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.remotes)
 
     def __getitem__(self, i: int) -> str:  # type: ignore[override]  # never sliced
-        held: Held | None = getattr(self._last, "held", None)
-        if held is None or not held.is_open or self._last.number != i:
-            self._last.held, self._last.number = hold(self.remotes[i]), i
-        return str(self._last.held.path)
+        held: Held | None = getattr(_last, "held", None)
+        if held is None or not held.is_open or _last.remote != self.remotes[i]:
+            held = _last.held = hold(self.remotes[i])
+            _last.remote = self.remotes[i]
+        return held.path
+
+
+_last = threading.local()  # held: the copy, remote: of what

@@ -22,6 +22,7 @@ from stopmim.data.fetch import fetch_small, list_files, look
 from stopmim.data.images import Images
 from stopmim.data.protocols import PROTOCOLS, About, MissingError, is_url
 from stopmim.data.remote_cache import Remote, RemoteFiles, changed, recorded
+from stopmim.data.sources.indexed_tar import IndexedTar
 from stopmim.data.sources.lists import add_labels, parse_list
 from stopmim.data.sources.packed import INDEX, MAX_INDEX, Index, PackedShard, parse_index
 from stopmim.data.sources.parquet import Parquet
@@ -66,7 +67,12 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         shards = pool.map(lambda url: _remote(url, known.get(os.path.basename(url))), urls)
         files = RemoteFiles(list(shards))
-    return Tar(files) if kind == "tar" else Parquet(files)
+    if kind == "parquet":
+        return Parquet(files)
+    counts = [known[name].images for url in urls if (name := os.path.basename(url)) in known]
+    if index and len(counts) == len(urls):
+        return IndexedTar(files, counts, index.classes)
+    return Tar(files)
 
 
 def _index(folder: str) -> Index | None:
