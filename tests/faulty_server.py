@@ -24,11 +24,12 @@ FAULTS = ("drop", "stall", "truncate", "wrong", "429", "503", "reset", "no-range
 class FaultyServer:
     """Serves `root` at `url`; `plan` are the faults still to come, taken from its front."""
 
-    def __init__(self, root: Path, plan: list[str] | None = None, stall: float = 1.0) -> None:
+    def __init__(self, root: Path, plan: list[str] | None = None, stall: float = 0.5) -> None:
         self.root, self.plan, self.stall = root, plan or [], stall
         self.log: list[tuple[str, str, str]] = []  # path, range, fault
         self.special: dict[str, Callable[[Any], None]] = {}  # path -> an answer of its own
         self.login = ""  # user:password that is asked for
+        self.limit: int | None = None  # whole files it still sends; then it refuses connections
         self.down = 0.0  # until this time, every connection is refused
         self.lock = threading.Lock()
         self.connections: list[socket.socket] = []
@@ -89,6 +90,10 @@ class FaultyServer:
             # Only what is fetched fails: a look at the size is a short range.
             fault = self.plan.pop(0) if self.plan and asked != "bytes=0-0" else ""
             self.log.append((path, asked, fault))
+            if self.limit is not None and asked != "bytes=0-0" and path.endswith(".tar"):
+                self.limit -= 1
+                if self.limit < 0:
+                    return self.reset(request)
         self.serve(request, file.read_bytes(), asked, fault)
 
     def serve(self, request: Any, data: bytes, asked: str, fault: str) -> None:
@@ -160,7 +165,7 @@ def impatient(cache: Path, **changes: str) -> Iterator[None]:
     names = {
         "STOPMIM_REMOTE_CACHE": str(cache),
         "STOPMIM_CACHE": str(cache / "index"),
-        "STOPMIM_REMOTE_STALL": "0.4",
+        "STOPMIM_REMOTE_STALL": "0.3",
         "STOPMIM_REMOTE_PATIENCE": "20",
     } | changes
     before = {name: os.environ.get(name) for name in names}

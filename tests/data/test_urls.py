@@ -14,7 +14,7 @@ from test_tar import shard, values
 
 from faulty_server import FAULTS, FaultyServer, impatient, serving
 from stopmim.base.errors import DataError
-from stopmim.data import remote_cache
+from stopmim.data import fetch, remote_cache
 from stopmim.data.sources.open import open_images, open_test
 
 IMAGES, SHARDS = 40, 4
@@ -51,7 +51,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(tmp_path: Path) -> Iterator[None]:
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fetch, "FIRST_WAIT", 0.02)
     with impatient(tmp_path / "cache"):
         yield
 
@@ -124,9 +125,9 @@ def test_parquet_and_folders_of_other_protocols(tmp_path: Path) -> None:
 def test_a_fault_is_survived(fault: str, folder: Path, server: FaultyServer) -> None:
     write_index(folder)
     far = open_images(server.url)
-    server.plan = [fault] * 2
+    server.plan = ["drop" if fault == "no-range" else fault, fault]
     assert int(far.read(5)[0, 0, 0]) == 5
-    assert server.spent() == [fault] * 2
+    assert server.plan == []
     if fault in ("drop", "truncate", "stall"):  # continued, not repeated
         ranges = [r for path, r, _ in server.log if path == "/train-000.tar"]
         size = (folder / "train-000.tar").stat().st_size
@@ -140,7 +141,7 @@ def test_a_server_says_how_long_to_wait(folder: Path, server: FaultyServer) -> N
 
     def busy(request: Any) -> None:
         asked.append(time.monotonic())
-        if len(asked) == 2:
+        if len(asked) == 1:
             del server.special["/train-000.tar"]
         answer_plain(request, 429, b"", Retry_After="1")
 
@@ -148,7 +149,7 @@ def test_a_server_says_how_long_to_wait(folder: Path, server: FaultyServer) -> N
     far = open_images(server.url)
     server.special["/train-000.tar"] = busy
     far.read(0)
-    assert asked[1] - asked[0] >= 1.0
+    assert time.monotonic() - asked[0] >= 1.0
 
 
 def test_a_missing_shard_is_named(folder: Path, server: FaultyServer) -> None:

@@ -39,6 +39,10 @@ class MissingError(RemoteError):
     """There is no such file."""
 
 
+class DeniedError(RemoteError):
+    """The server wants other credentials."""
+
+
 class AgainError(Exception):
     """An attempt has failed in a way that may pass."""
 
@@ -105,7 +109,7 @@ class _Http:
         if status in (404, 410):
             raise MissingError(f"{self.url}: no such file (HTTP {status})")
         if status in (401, 403):
-            raise RemoteError(f"{self.url}: access refused (HTTP {status}); check the credentials")
+            raise DeniedError(f"{self.url}: access refused (HTTP {status}); check the credentials")
         if status not in (200, 206):
             raise RemoteError(f"{self.url}: HTTP {status}; expected a file")
         if (coding := headers.get("Content-Encoding", "identity")) != "identity":
@@ -215,7 +219,7 @@ def _failed(url: str, error: Exception) -> Exception:
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{url}: no such file")
     if isinstance(error, PermissionError):
-        return RemoteError(f"{url}: access refused; check the credentials")
+        return DeniedError(f"{url}: access refused; check the credentials")
     if name in (
         "TooManyRedirects",
         "NonHttpUrlRedirectClientError",

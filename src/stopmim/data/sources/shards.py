@@ -67,7 +67,7 @@ def states(files: Sequence[str]) -> np.ndarray:
 @contextlib.contextmanager
 def progress(files: Sequence[str]) -> Iterator[Callable[[int], None]]:
     """Shows how many files are indexed, if they have to be fetched for that."""
-    if not isinstance(files, RemoteFiles):
+    if not isinstance(files, RemoteFiles) or len(files) < 2:
         yield lambda done: None
         return
     with Ticker("index", len(files)) as ticker:

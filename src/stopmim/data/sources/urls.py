@@ -20,7 +20,7 @@ from stopmim.base.secrets import remember, reveal, shown
 from stopmim.data.decode import BadImageError, decode
 from stopmim.data.fetch import fetch_small, list_files, look
 from stopmim.data.images import Images
-from stopmim.data.protocols import PROTOCOLS, About, MissingError, is_url
+from stopmim.data.protocols import PROTOCOLS, About, DeniedError, MissingError, is_url
 from stopmim.data.remote_cache import Remote, RemoteFiles, changed, recorded
 from stopmim.data.sources.indexed_tar import IndexedTar
 from stopmim.data.sources.lists import add_labels, parse_list
@@ -49,8 +49,8 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
             raise no_split(text, split)
         return RemoteList(text)
     suffix = next((s for s in (".tar", ".parquet") if name.endswith(s)), "")
-    folder = text.rpartition("/")[0] if suffix else text.rstrip("/")
-    index = _index(folder)
+    folder = _folder(text) if suffix else text.rstrip("/")
+    index = _index(folder, needed=not suffix)
     kind = kind or suffix.lstrip(".") or (index.kind if index else "")
     if kind not in ("tar", "parquet"):
         raise DataError(
@@ -75,11 +75,16 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
     return Tar(files)
 
 
-def _index(folder: str) -> Index | None:
+def _index(folder: str, needed: bool) -> Index | None:
+    """The index in a folder; None if there is none, or none that the credentials are for."""
     url = _beside(folder, INDEX)
     try:
         return parse_index(fetch_small(url, MAX_INDEX), url)
     except MissingError:
+        return None
+    except DeniedError:
+        if needed:
+            raise
         return None
 
 
@@ -105,9 +110,7 @@ def _remote(url: str, known: PackedShard | None) -> Remote:
 
 def _expand(pattern: str) -> list[str]:
     """URLs, as shown, that a pattern with braces or a glob stands for."""
-    full = reveal(pattern)
-    at = re.search(r"[?#]", full)
-    head, query = (full[: at.start()], full[at.start() :]) if at else (full, "")
+    head, query = _parts(pattern)
     urls = [remember(name + query) for name in expand_braces(head)]
     found = [url for one in urls for url in (list_files(one) if _is_glob(one) else [one])]
     if not found:
@@ -121,8 +124,22 @@ def _is_glob(url: str) -> bool:
 
 def _beside(folder: str, name: str) -> str:
     """The URL, as shown, of a file in a folder; with the credentials of the folder."""
-    head, query = re.fullmatch(r"([^?#]*)(.*)", reveal(folder), re.S).groups()  # type: ignore[union-attr]
+    head, query = _parts(folder)
     return remember(f"{head.rstrip('/')}/{name}{query}")
+
+
+def _folder(url: str) -> str:
+    """The URL, as shown, of the folder that a file is in; with the credentials of the file."""
+    head, query = _parts(url)
+    return remember(head.rpartition("/")[0] + query)
+
+
+def _parts(url: str) -> tuple[str, str]:
+    """A URL in full, but for its query, and the query."""
+    full = reveal(url)
+    at = re.search(r"[?#]|$", full)
+    assert at  # the end, if nothing else
+    return full[: at.start()], full[at.start() :]
 
 
 # ------------------------------------------------------------------------------ lists
@@ -139,7 +156,7 @@ class RemoteList:
         is_remote, name = is_url(place), printable(place)
         data = fetch_small(place, MAX_LIST) if is_remote else read_bytes(Path(place))
         lines, labels = parse_list(name, data)
-        folder = place.rpartition("/")[0] if is_remote else ""
+        folder = _folder(place) if is_remote else ""
         self.urls = [_resolve(name, folder, line) for line in lines]
         url, times = Counter(self.urls).most_common(1)[0]
         if times > 1:
