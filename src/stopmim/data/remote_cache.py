@@ -123,6 +123,9 @@ def hold(remote: Remote) -> Held:
                 return held
             if remote.is_single:
                 remote, keep = remote._replace(about=look_at_image(remote.url)), False
+            if remote.about.size > budget():
+                what = f"{remote.about.size} bytes, more than the budget of {budget()} bytes"
+                raise RemoteError(f"{remote.url}: {what}; raise STOPMIM_REMOTE_GB")
             with _part(path, remote) as part:
                 if part and not path.exists():
                     _make_room(place, remote.about.size)

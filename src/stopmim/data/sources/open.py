@@ -11,6 +11,7 @@ from stopmim.data.images import Images
 from stopmim.data.protocols import is_url
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
+from stopmim.data.sources.datasets_library import HF, HF_FOLDER
 from stopmim.data.sources.folder import FOLDER, SPLITS, Folder
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
@@ -22,7 +23,10 @@ from stopmim.data.sources.tar import TAR
 from stopmim.data.sources.urls import URL, open_url
 
 # In the order of recognition: known layouts of folders first, any folder last.
-SOURCES = [URL, SCENES, CLEVR, INAT2018, CIFAR100, DAVIS, PARQUET, TAR, SPLITS, NPZ, LIST, FOLDER]
+SOURCES = [
+    *(URL, HF, HF_FOLDER, SCENES, CLEVR, INAT2018, CIFAR100, DAVIS),
+    *(PARQUET, TAR, SPLITS, NPZ, LIST, FOLDER),
+]
 
 
 def open_images(source: str | Path | Images, split: Split | None = None) -> Images:

@@ -49,6 +49,7 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
             raise no_split(text, split)
         return RemoteList(text)
     suffix = next((s for s in (".tar", ".parquet") if name.endswith(s)), "")
+    urls = _expand(text) if suffix else []
     folder = _folder(text) if suffix else text.rstrip("/")
     index = _index(folder, needed=not suffix)
     kind = kind or suffix.lstrip(".") or (index.kind if index else "")
@@ -58,7 +59,7 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
             f"folder with an index.json of `stopmim pack`"
         )
     if suffix:
-        urls = choose_split(_expand(text), text, split)
+        urls = choose_split(urls, text, split)
     elif index:
         urls = [_beside(folder, one.name) for one in _of_split(index, text, split)]
     else:
