@@ -33,8 +33,7 @@ class FaultyServer:
         self.down = 0.0  # until this time, every connection is refused
         self.lock = threading.Lock()
         self.connections: list[socket.socket] = []
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
+        self.server = _Quiet(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
@@ -135,6 +134,13 @@ class FaultyServer:
         request.close_connection = True
         linger = b"\1\0\0\0\0\0\0\0"
         request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+class _Quiet(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Clients leave when they like."""
 
 
 def answer_plain(request: Any, status: int, body: bytes, **headers: str) -> None:

@@ -199,7 +199,7 @@ def test_urls_that_differ_in_their_query_alone_are_refused(tmp_path: Path) -> No
     ("source", "error", "said"),
     [
         ("ftp://host/x.tar", UserError, "not a protocol that is read; there are http://"),
-        ("s3://bucket/x.tar", UserError, "needs s3fs: pip install it"),
+        ("s3://bucket/x.tar", UserError, "s3:// needs s3fs: pip install s3fs"),
         ("file:///data/x.tar", DataError, "give the path alone: /data/x.tar"),
         ("simplecache::http://h/x.tar", DataError, "no such folder or file"),
         ("http://h/x.tar.gz", DataError, "a compressed tar has no random access"),

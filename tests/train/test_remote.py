@@ -50,8 +50,11 @@ def _windows() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("shards")
-    for k in range(SHARDS):
+    return write_shards(tmp_path_factory.mktemp("shards"), SHARDS)
+
+
+def write_shards(root: Path, count: int) -> Path:
+    for k in range(count):
         numbers = range(k * IMAGES, (k + 1) * IMAGES)
         write(root / f"train-{k:02}.tar", [(f"{i:03}.png", picture(i)) for i in numbers])
     write_index(root, count=IMAGES)
@@ -97,10 +100,16 @@ def test_faults_change_nothing(folder: Path, local: Run, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 3])
-def test_two_hundred_faults_change_nothing(folder: Path, tmp_path: Path, workers: int) -> None:
-    local = pretrain(folder, tmp_path / "local", epochs(40, workers=0))
-    with serving(folder, faults(200)) as server:
-        far = pretrain(server.url, tmp_path / "far", epochs(40, workers=workers))
+def test_two_hundred_faults_change_nothing(tmp_path: Path, workers: int) -> None:
+    """Every shard is fetched in every epoch: the cache has room for a third of them."""
+    folder = write_shards(tmp_path / "many", 64)
+    local = pretrain(folder, tmp_path / "local", epochs(6, workers=0))
+    room = 22 * (folder / "train-00.tar").stat().st_size
+    with (
+        impatient(tmp_path / "cache", STOPMIM_REMOTE_GB=str(room / 1e9)),
+        serving(folder, faults(200)) as server,
+    ):
+        far = pretrain(server.url, tmp_path / "far", epochs(6, workers=workers))
         assert len(server.spent()) == 200
     assert_same_run(local, far)
     assert not (far.path / "bad_files.jsonl").exists()
@@ -205,3 +214,19 @@ def test_another_signature_is_the_same_run(folder: Path, tmp_path: Path) -> None
         pretrain(f"{server.url}/{PATTERN}?sig=1", tmp_path / "far", epochs(1), stop_at=2)
         run = pretrain(f"{server.url}/{PATTERN}?sig=2", tmp_path / "far", epochs(1))
     assert len(run.metrics) == 10
+
+
+def test_workers_fetch_what_replaces_a_broken_image(folder: Path, tmp_path: Path) -> None:
+    """A replacement may be in any shard, also in one that nothing ahead has asked for."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "train-03.tar").unlink()
+    write(broken / "train-03.tar", [(f"{i:03}.png", b"junk") for i in range(IMAGES)])
+    write_index(broken, count=IMAGES)
+    config = tiny(optim={"epochs": 1}, data={"max_bad": 0.2}, runtime={"workers": 1})
+    local = pretrain(broken, tmp_path / "local", config, stop_at=4)
+    with serving(broken) as server:
+        far = pretrain(server.url, tmp_path / "far", config, stop_at=4)
+    assert_same_run(local, far)
+    names = [(run.path / "bad_files.jsonl").read_text() for run in (local, far)]
+    assert names[0] == names[1] != ""

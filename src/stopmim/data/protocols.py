@@ -204,7 +204,11 @@ def _filesystem(url: str) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except ImportError:
-        raise UserError(f"{url}: needs {PROTOCOLS[scheme]}: pip install it") from None
+        package = PROTOCOLS[scheme]
+        command = (
+            'pip install "stopmim[remote]"' if package == "aiohttp" else f"pip install {package}"
+        )
+        raise UserError(f"{url}: {scheme}:// needs {package}: {command}") from None
 
 
 def _path(files: Any, url: str) -> str:
