@@ -224,9 +224,9 @@ def test_workers_fetch_what_replaces_a_broken_image(folder: Path, tmp_path: Path
     write(broken / "train-03.tar", [(f"{i:03}.png", b"junk") for i in range(IMAGES)])
     write_index(broken, count=IMAGES)
     config = tiny(optim={"epochs": 1}, data={"max_bad": 0.2}, runtime={"workers": 1})
-    local = pretrain(broken, tmp_path / "local", config, stop_at=4)
+    local = pretrain(broken, tmp_path / "local", config)
     with serving(broken) as server:
-        far = pretrain(server.url, tmp_path / "far", config, stop_at=4)
+        far = pretrain(server.url, tmp_path / "far", config)
     assert_same_run(local, far)
     names = [(run.path / "bad_files.jsonl").read_text() for run in (local, far)]
     assert names[0] == names[1] != ""

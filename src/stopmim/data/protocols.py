@@ -205,10 +205,8 @@ def _filesystem(url: str) -> Any:
         return fsspec.filesystem(scheme, **options)
     except ImportError:
         package = PROTOCOLS[scheme]
-        command = (
-            'pip install "stopmim[remote]"' if package == "aiohttp" else f"pip install {package}"
-        )
-        raise UserError(f"{url}: {scheme}:// needs {package}: {command}") from None
+        what = '"stopmim[remote]"' if package == "aiohttp" else package
+        raise UserError(f"{url}: {scheme}:// needs {package}: pip install {what}") from None
 
 
 def _path(files: Any, url: str) -> str:

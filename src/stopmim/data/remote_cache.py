@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -97,8 +96,9 @@ os.register_at_fork(after_in_child=_release_in_child)
 def folder() -> Path:
     if own := os.environ.get("STOPMIM_REMOTE_CACHE"):
         return Path(own)
-    base = index_cache.folder()
-    return base / "remote" if base else Path(tempfile.gettempdir(), f"stopmim-{os.getuid()}")
+    if (base := index_cache.folder()) is None:
+        raise UserError("images at URLs need room for copies: set STOPMIM_REMOTE_CACHE to a folder")
+    return base / "remote"
 
 
 def budget() -> int:

@@ -24,6 +24,7 @@ class IndexedTar(Shards):
     are in the shards: to ask for all of them fetches every shard once.
     """
 
+    files: RemoteFiles
     window = WINDOW
     label_hint = Tar.label_hint
 
@@ -31,16 +32,12 @@ class IndexedTar(Shards):
         self.files, self.classes = files, classes
         self.chunks = np.cumsum([0, *counts])
         self.any_order = len(self) <= WINDOW  # as of the same shards in a local folder
-        self._labels = _Labels(self)
+        self.labels: dict[str, np.ndarray] = _Labels(self)  # type: ignore[assignment]
         self._open()
         digest = hashlib.sha256()
         for remote in files.remotes:
             digest.update(f"{os.path.basename(remote.url)}\0{remote.sha256}\n".encode())
         self.fingerprint = digest.hexdigest()
-
-    @property
-    def labels(self) -> dict[str, np.ndarray]:
-        return self._labels  # type: ignore[return-value]  # a mapping that is read when asked
 
     def _open(self) -> None:
         self.shard = lru_cache(OPEN)(self._shard)
