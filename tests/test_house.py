@@ -15,20 +15,21 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = """
 _version
 base base.console base.errors base.faults base.memory base.random_keys base.schedules base.signals
-base.tables base.files base.sandbox
+base.tables base.files base.sandbox base.secrets
 config.architectures config.yaml_text config.section config.data config.schema config config.presets
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
 data.pixels data.crops data.decode data.index_cache data.scene data.sources data.render
 data.transform data.duplicates data.channels data.rasters data.rasters.raster data.images data.order
-data.resident data.workers data.sources.source data.encoded data.sources.packed data.sources.arrays
-data.sources.cifar data.sources.scenes data.videos data.rasters.npy data.rasters.pictures
-data.rasters.dicom data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack
-data.subset data.skip data.rasters.windows data.loading data.rasters.open data.looking
-data.sources.formed data.sources.scanning data.sources.folder data.sources.layouts
-data.sources.lists data.sources.shards data.sources.parquet data.sources.tar data.sources.groups
-data.sources.open data data.pack data.planes data.facts data.check
+data.resident data.sources.source data.sources.packed data.sources.arrays data.sources.cifar
+data.sources.scenes data.videos data.rasters.npy data.rasters.pictures data.rasters.dicom
+data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack data.subset data.skip
+data.rasters.windows data.rasters.open data.sources.formed data.sources.scanning data.sources.folder
+data.sources.layouts data.sources.lists data.sources.groups data.planes data.protocols data.fetch
+data.remote_cache data.sources.shards data.sources.parquet data.sources.tar data.ahead data.workers
+data.encoded data.loading data.looking data.facts data.sources.datasets_library
+data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.filters weights.formats weights.vit weights.format weights.card
 weights.formats.data2vec weights.formats.huggingface weights.formats.mae weights.formats.onnx
@@ -172,6 +173,7 @@ MANY_OPTIONS = {"multiblock", "_attention_forward", "_attention_backward"}
 def test_the_base_package_never_imports_torchvision_or_an_extra() -> None:
     extras = {"torchvision", "timm", "transformers", "wandb", "tensorboard", "webdataset"}
     extras |= {"onnx", "onnxruntime", "onnxscript", "pyarrow", "huggingface_hub"}
+    extras |= {"fsspec", "aiohttp", "datasets"}
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

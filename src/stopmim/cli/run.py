@@ -20,6 +20,7 @@ from stopmim._version import __version__
 from stopmim.base.console import is_first_rank
 from stopmim.base.errors import InterruptedRunError, ResourceError, UserError
 from stopmim.base.memory import is_out_of_memory, shortage
+from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import is_interrupted, stopped
 from stopmim.cli.benchmarks import Bench
 from stopmim.cli.evaluate import Eval
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: see base/errors.py."""
     # Before torch is imported: a lost rank is one line of ours, without a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [hide(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in words  # tracebacks instead of one line
     try:
         command = parse([word for word in words if word != "--debug"] or ["--help"])
@@ -83,7 +84,7 @@ def _unexpected(error: Exception) -> int:
         text = printable(shortage(error))
         print(f"stopmim: error: out of memory: {text}; {LESS_MEMORY}", file=sys.stderr)
         return ResourceError.exit_code
-    text = printable(f"{type(error).__name__}: {error}")
+    text = printable(shown(f"{type(error).__name__}: {error}"))
     print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
     return 1
 

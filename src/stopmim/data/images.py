@@ -88,6 +88,13 @@ class FileBacked(Images, Protocol):
         """Changes whenever one of the files is rewritten."""
 
 
+@runtime_checkable
+class SomeLabels(Protocol):
+    """Labels that are read when they are asked for."""
+
+    def at(self, numbers: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
 def read_together(images: Images, numbers: np.ndarray) -> np.ndarray | None:
     """Images `numbers` (B,) as one array (B, H, W, C); None if read one by one."""
     return images.read_together(numbers) if isinstance(images, Together) else None
@@ -101,6 +108,13 @@ def open_image(images: Images, i: int) -> Raster | None:
 def stamp(images: Images) -> str:
     """The stamp of `images`; "" if not read from files: their fingerprint covers the content."""
     return images.stamp() if isinstance(images, FileBacked) else ""
+
+
+def labels_at(images: Images, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """The labels of images `numbers` alone: those of remote images may have to be fetched."""
+    if isinstance(images.labels, SomeLabels):
+        return images.labels.at(numbers)
+    return {name: np.asarray(values)[numbers] for name, values in images.labels.items()}
 
 
 def stamp_files(files: Iterable[Path | str | bytes]) -> str:

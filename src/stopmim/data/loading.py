@@ -129,7 +129,7 @@ def loader(
         workers = min(4, max(1, cores_per_rank())) if workers is None else workers
         watched = Watched(images, workers, config.runtime.worker_timeout)
         plan = partial(resident.plan, config, pixels.shape[1:3])
-        for plans in batches(plan, order, watched):
+        for plans in batches(plan, order, watched, _numbers):
             numbers, boxes, augmentation = (torch.from_numpy(x).pin_memory() for x in plans)
             numbers, boxes = (x.to(device, non_blocking=True) for x in (numbers, boxes))
             crops = resident.crops(pixels, numbers, boxes, config.image_size)
@@ -160,7 +160,11 @@ def read_crops(
 ) -> Iterator[Loaded]:
     """Yields the training crops for lists of (epoch, image number), read by worker processes."""
     watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
-    return batches(Crops(images, config, watched).batch, keys, watched)
+    return batches(Crops(images, config, watched).batch, keys, watched, _numbers)
+
+
+def _numbers(keys: list[tuple[int, int]]) -> list[int]:
+    return [number for _, number in keys]
 
 
 def steps_per_epoch(images: Sized, config: Config) -> int:

@@ -22,7 +22,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from stopmim.base.errors import ResourceError
+from stopmim.base.errors import ResourceError, UserError
+from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 
@@ -43,6 +44,7 @@ class Failure(NamedTuple):
 
     reason: str
     image: int | None  # being read at the time
+    error: UserError | None = None  # that has its own message and exit code
 
 
 def cores() -> int:
@@ -117,17 +119,22 @@ class Watched:
 
 
 def batches(
-    make: Callable[[list[Any]], Any], keys: Iterable[list[Any]], watched: Watched
+    make: Callable[[list[Any]], Any],
+    keys: Iterable[list[Any]],
+    watched: Watched,
+    numbers: Callable[[list[Any]], Iterable[int]] = list,
 ) -> Iterator[Any]:
     """Yields `make` of each list of keys, in order. It runs in the workers and reads by `watched`.
+
+    `numbers` are the images that a list of keys needs: remote ones are fetched first.
 
     Raises:
         ResourceError: a worker died, hung or raised; the message names the image it was reading.
     """
+    lists = in_reach(watched.images, keys, numbers, AHEAD * watched.workers)
     if not watched.workers:
-        yield from map(make, keys)
+        yield from map(make, lists)
         return
-    lists = iter(keys)
     pool = [_Worker(i, make, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
     try:
@@ -171,7 +178,7 @@ class _Worker:
         except (EOFError, OSError):
             raise self._error() from None
         if isinstance(answer, Failure):
-            raise self._error(answer)
+            raise answer.error or self._error(answer)
         return answer
 
     def end(self) -> None:
@@ -244,6 +251,8 @@ def _work(number: int, pipe: Any, make: Callable[[list[Any]], Any], watched: Wat
             return
         try:
             answer = make(keys)
+        except UserError as error:  # as of a remote file that is gone
+            answer = Failure(str(error), watched.at(number), error)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, watched.at(number))

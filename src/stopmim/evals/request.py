@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from stopmim.base.errors import check_least
+from stopmim.base.secrets import hide
 from stopmim.evals.recipes import TaskName
 
 
@@ -59,4 +60,7 @@ class ImageRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("data", "train", "test"):  # results name them
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, hide(given))
         check_least(self, size=1, random_inits=0)

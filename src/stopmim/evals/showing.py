@@ -113,7 +113,8 @@ class Showing:
         )
         if processes:
             watched = workers.Watched(self.images, processes, 0, f"{WORKERS}=")
-            made = workers.batches(partial(self._fill, ring, watched), map(list, parts), watched)
+            fill = partial(self._fill, ring, watched)
+            made = workers.batches(fill, map(list, parts), watched, lambda part: range(*part[2:]))
         else:
             made = _by_threads(partial(self._fill, ring, self.images), parts, ahead)
         for (slot, row, begin, end), obstacle in made:

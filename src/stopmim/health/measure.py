@@ -19,7 +19,7 @@ from torch import Tensor
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.schema import Config
 from stopmim.data.crops import normalise
-from stopmim.data.images import Images
+from stopmim.data.images import Images, labels_at
 from stopmim.data.loading import read_crops
 from stopmim.data.pixels import stats_of
 from stopmim.gpu.sharding import whole
@@ -70,8 +70,8 @@ class Health:
         # (2, n, C, S, S) in stored units
         self.views = torch.stack([pairs[k] for k in usable], dim=1) if usable else none
         labels = {
-            name: torch.from_numpy(np.asarray(values)[chosen[usable]].astype(np.int64))
-            for name, values in images.labels.items()
+            name: torch.from_numpy(values.astype(np.int64))
+            for name, values in labels_at(images, chosen[usable]).items()
         }
         # (n,) each; only labels with few enough classes
         self.labels = {x: y for x, y in labels.items() if 1 < len(y.unique()) <= len(y) // 8}

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from stopmim.base.errors import UserError
+from stopmim.data.protocols import is_url
 from stopmim.data.sources.open import is_generated, open_images, open_test
 from stopmim.runs.run import Run
 
@@ -31,6 +32,8 @@ def evaluation_command(run: Run) -> str | None:
     words = ["stopmim", "eval", "suite", str(run.path), "--data"]
     if is_generated(source):  # not opened, since that renders them
         return shlex.join([*words, source])
+    if is_url(source):  # to look for labels may fetch everything
+        return None
     try:
         if not any(len(set(values.tolist())) > 1 for values in open_images(source).labels.values()):
             return None

@@ -30,6 +30,7 @@ from stopmim._version import __version__
 from stopmim.base.console import warn
 from stopmim.base.errors import CheckpointError, DataError, RunInUseError, StorageError, UserError
 from stopmim.base.files import append_jsonl, read_jsonl, write_whole
+from stopmim.base.secrets import hide
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.method.encoder import ImageEncoder
@@ -157,7 +158,7 @@ def begin(
     start = {
         "time": _now(),
         "host": socket.gethostname(),
-        "command": sys.argv,
+        "command": [hide(word) for word in sys.argv],
         "device": chip,
         "processes": ranks,
         "threads": torch.get_num_threads(),

@@ -4,6 +4,7 @@ Memory follows from the shapes of the network. Time is measured: an update or tw
 and a few images read from the data set.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from stopmim.base.random_keys import torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
 from stopmim.data import looking
+from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.looking import Seen
@@ -55,13 +57,12 @@ class Facts:
 def look(images: Images) -> Facts:
     """Reads SAMPLE images, evenly spaced."""
     numbers = np.linspace(0, len(images) - 1, min(SAMPLE, len(images))).round().astype(int)
-    begin, sides = time.perf_counter(), list[int]()
-    for number in numbers.tolist():
-        try:
+    seconds, sides = 0.0, list[int]()
+    for number in in_reach(images, numbers.tolist(), lambda number: [number], 0):
+        begin = time.perf_counter()
+        with contextlib.suppress(BadImageError):
             sides.append(min(images.read(number).shape[:2]))
-        except BadImageError:
-            continue
-    seconds = (time.perf_counter() - begin) / max(1, len(numbers))
+        seconds += (time.perf_counter() - begin) / len(numbers)
     side = int(np.median(sides)) if sides else 0
     return Facts(len(images), side, seconds, default_workers(images), looking.look(images))
 

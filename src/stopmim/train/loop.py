@@ -25,11 +25,13 @@ from stopmim.base.errors import (
 )
 from stopmim.base.faults import faultpoint
 from stopmim.base.memory import is_out_of_memory, shortage
+from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
+from stopmim.data.protocols import RemoteError
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images, source_of
 from stopmim.gpu.cuda_graphs import CudaGraphs
@@ -74,7 +76,7 @@ def pretrain(
         stop_at: ends after this many updates, as an interruption would; for tests and trials.
         overrides: config keys, as ``optim={"epochs": 10}`` or ``**{"optim.epochs": 10}``.
     """
-    path = Path(out)
+    path, data = Path(out), hide(data) if isinstance(data, str) else data
     with joined() as world:  # torchrun's ranks, or this process alone
         config = first_config(preset, overrides, path)
         device = choose_device(config.runtime.device, world.local_rank)
@@ -103,7 +105,7 @@ def pretrain(
                 if not is_broken(error):
                     with contextlib.suppress(OSError):
                         crash = path / f"crash-rank{world.rank}.txt"
-                        crash.write_text(traceback.format_exc(), encoding="utf-8")
+                        crash.write_text(shown(traceback.format_exc()), encoding="utf-8")
                 raise
     return Run(path)
 
@@ -138,7 +140,13 @@ def train(
             ### One update
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
-            values = update(draws.at(step), now)  # tensors on the device: nothing waits yet
+            try:
+                values = update(draws.at(step), now)  # tensors on the device: nothing waits yet
+            except RemoteError:
+                # Alone: all ranks take part in a save, and only this one knows.
+                if world.size == 1 and step > max(run.step, run.saver.step):
+                    run.saver.save(step, final=True)
+                raise
             step += 1
             received.nothing_to_save = False
             faultpoint("step.end")

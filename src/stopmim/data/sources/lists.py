@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,11 @@ from stopmim.data.sources.source import Source, Split, no_split, printable
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
+
+
+class Labelled(Protocol):
+    labels: dict[str, np.ndarray]
+    classes: list[str]
 
 
 def _open(text: str, split: Split | None) -> Files:
@@ -44,13 +50,10 @@ def _open_list(path: str, root: str) -> Files:
     """
     name = printable(path)
     try:
-        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{name}: this list cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in data.splitlines() if line.strip()]
-    if not lines:
-        raise DataError(f"{name}: an empty list; expected one path per line")
-    paths, labels = _read_table(name, data) or _split_lines(name, lines)
+    paths, labels = parse_list(name, data)
     is_flat = os.path.exists(os.path.join(root, os.fsdecode(paths[0])))
     if not is_flat and all(map(_IMAGENET.fullmatch, paths)):
         paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
@@ -62,11 +65,7 @@ def _open_list(path: str, root: str) -> Files:
     files = Files(root, paths)
     files.label_hint = f"give each line of {name} a label: PATH,LABEL, or a column called label"
     if labels is not None:
-        for label, values in labels.items():
-            if all(map(_INTEGER.fullmatch, values)):
-                files.labels[label] = np.array(list(map(int, values)), np.int64)
-            else:  # only of "class": see `_read_table`
-                _number(files, [printable(value) for value in sorted(set(values) - {b""})], values)
+        add_labels(files, labels)
     elif all(b"/" in p for p in paths) and (classes := class_folders(root)):
         folders = [p.partition(b"/")[0] for p in paths]
         if unknown := sorted({printable(folder) for folder in folders} - set(classes)):
@@ -75,13 +74,31 @@ def _open_list(path: str, root: str) -> Files:
     return files
 
 
-def _number(files: Files, classes: list[str], labels: list[bytes]) -> None:
+def add_labels(files: Labelled, labels: dict[str, list[bytes]]) -> None:
+    """Sets the labels of a list: integers as they are, others numbered in sorted order."""
+    for label, values in labels.items():
+        if all(map(_INTEGER.fullmatch, values)):
+            files.labels[label] = np.array(list(map(int, values)), np.int64)
+        else:  # only of "class": see `_read_table`
+            _number(files, [printable(value) for value in sorted(set(values) - {b""})], values)
+
+
+def _number(files: Labelled, classes: list[str], labels: list[bytes]) -> None:
     index = {name: i for i, name in enumerate(classes)} | {"": -1}  # -1: unknown
     files.classes = classes
     files.labels["class"] = np.array([index[printable(label)] for label in labels], np.int64)
 
 
 Parsed = tuple[list[bytes], dict[str, list[bytes]] | None]  # paths; labels, None: not in the list
+
+
+def parse_list(name: str, data: bytes) -> Parsed:
+    """Paths and labels of a list file that holds `data`."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    lines = [line.strip() for line in data.splitlines() if line.strip()]
+    if not lines:
+        raise DataError(f"{name}: an empty list; expected one path per line")
+    return _read_table(name, data) or _split_lines(name, lines)
 
 
 def _read_table(name: str, data: bytes) -> Parsed | None:
@@ -120,7 +137,8 @@ def _read_table(name: str, data: bytes) -> Parsed | None:
 
 
 def _is_image(cell: bytes) -> bool:
-    return cell.lower().endswith((*SUFFIXES, *ARRAYS))
+    name = cell.partition(b"?")[0] if b"://" in cell else cell  # a URL may have a query
+    return name.lower().endswith((*SUFFIXES, *ARRAYS))
 
 
 def _split_lines(name: str, lines: list[bytes]) -> Parsed:

@@ -1,12 +1,17 @@
 """Opens the images that a user names: finds the kind of source, and the split."""
 
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from stopmim.base.errors import DataError, NoPartError, UserError
+from stopmim.base.secrets import hide
 from stopmim.data.images import Images
+from stopmim.data.protocols import is_url
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
+from stopmim.data.sources.datasets_library import HF, HF_FOLDER
 from stopmim.data.sources.folder import AS_ARRAYS, FILE, FOLDER, PICTURES, SPLITS, Folder
 from stopmim.data.sources.groups import GROUPS
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
@@ -16,26 +21,13 @@ from stopmim.data.sources.scenes import BAND_SCENES, SCENES
 from stopmim.data.sources.shards import is_pattern
 from stopmim.data.sources.source import Source, Split, printable
 from stopmim.data.sources.tar import TAR
+from stopmim.data.sources.urls import URL, open_url
 from stopmim.data.subset import Selected
 
 # In the order of recognition: known layouts of folders first, any folder last.
 SOURCES = [
-    SCENES,
-    FILE,
-    BAND_SCENES,
-    CLEVR,
-    INAT2018,
-    CIFAR100,
-    DAVIS,
-    PARQUET,
-    TAR,
-    SPLITS,
-    NPZ,
-    GROUPS,
-    LIST,
-    FOLDER,
-    PICTURES,
-    AS_ARRAYS,
+    *(URL, HF, HF_FOLDER, SCENES, FILE, BAND_SCENES, CLEVR, INAT2018, CIFAR100, DAVIS),
+    *(PARQUET, TAR, SPLITS, NPZ, GROUPS, LIST, FOLDER, PICTURES, AS_ARRAYS),
 ]
 
 
@@ -97,7 +89,7 @@ def keep_outside(out: Path, data: str | Path | Images) -> None:
 def source_of(data: str | Path | Images, images: Images) -> str:
     """The name of the images in run.json."""
     named = isinstance(data, str | Path) or type(data).__str__ is not object.__str__
-    return str(data) if named else images.fingerprint
+    return hide(str(data)) if named else images.fingerprint
 
 
 def _selected(images: Images, wanted: list[str]) -> Images:
@@ -117,7 +109,10 @@ def _split_channels(text: str) -> tuple[list[str], str]:
 
 def _find(text: str) -> tuple[Source, str]:
     """The kind of the source `text`, and the text without a prefix."""
+    text = hide(text)
     stated, rest = _split_prefix(text)
+    if stated and is_url(rest):
+        return replace(URL, open=partial(open_url, kind=stated.name)), rest
     if stated:
         return stated, rest
     if found := next((source for source in SOURCES if source.matches(text)), None):
@@ -134,5 +129,6 @@ def _find(text: str) -> tuple[Source, str]:
 def _split_prefix(text: str) -> tuple[Source | None, str]:
     """The kind that a prefix such as ``tar:`` states, if any, and the rest of the text."""
     word, colon, rest = text.partition(":")
-    stated = next((source for source in SOURCES if colon and source.name == word), None)
+    known = SOURCES if colon and not rest.startswith("//") else []
+    stated = next((source for source in known if source.name == word), None)
     return stated, rest if stated else text

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, one_line
 from stopmim.data.rasters.raster import Stored
+from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.arrays import label_name
-from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
+from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards, places
 from stopmim.data.sources.source import Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
@@ -41,34 +43,37 @@ class Parquet(Shards):
     label_hint = "add a column of integers called label, without nulls"
 
     def __init__(self, files: Sequence[str]) -> None:
-        arrow, _ = _pyarrow(files[0])
-        self.files, self.unreadable = list[str](), list[str]()
+        remote = isinstance(files, RemoteFiles)
+        self.files = files if remote else [os.path.abspath(file) for file in files]
+        self.unreadable, where = list[str](), places(self.files)
+        arrow, _ = _pyarrow(where[0])
         self._cached: OrderedDict[int, Any] = OrderedDict()
-        self._file_names, paths = list[str](), [os.path.abspath(file) for file in files]
-        found, digest = list[Contents](), hashlib.sha256()
-        for path, name in zip(paths, file_names(paths), strict=True):
+        self._file_names = file_names(where)
+        found, numbers, digest = list[Contents](), list[int](), hashlib.sha256()
+        for i, (path, name) in enumerate(zip(where, self._file_names, strict=True)):
             try:
-                contents, size = _read_contents(path), os.stat(path).st_size
+                contents, size = _known_contents(self.files, i)
             except (arrow.ArrowException, OSError) as error:
                 self.unreadable.append(f"{name}: {one_line(error)}")
                 continue
             found.append(contents)
-            self.files.append(path)
-            self._file_names.append(name)
+            numbers.append(i)
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for group in contents.groups:
                 digest.update(b"%d %d\n" % group)
-        groups = [(f, g) for f, one in enumerate(found) for g in range(len(one.groups))]
+        groups = [
+            (i, g) for i, one in zip(numbers, found, strict=True) for g in range(len(one.groups))
+        ]
         self._groups = np.array(groups, np.int64).reshape(-1, 2)  # file, row group in it
         self.chunks = np.cumsum([0, *(rows for one in found for rows, _ in one.groups)])
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
-            raise DataError(f"{printable(files[0])}: no images in {len(files)} Parquet files{lost}")
+            raise DataError(f"{printable(where[0])}: no images in {len(files)} Parquet files{lost}")
         self.fingerprint = digest.hexdigest()
         self._column = found[0].column
         if other := [one.column for one in found if one.column != self._column]:
             raise DataError(
-                f"{printable(files[0])}: images are in column {self._column}, in another file in "
+                f"{printable(where[0])}: images are in column {self._column}, in another file in "
                 f"column {other[0]}; these are not parts of one data set"
             )
         self.classes = found[0].classes
@@ -98,6 +103,9 @@ class Parquet(Shards):
             few = opened.iter_batches(GLANCE, [number], columns, use_threads=False)
             return Stored(next(few).column(0)[i].as_py()["bytes"] or b"")
 
+    def file_of(self, numbers: np.ndarray) -> np.ndarray:
+        return self._groups[super().file_of(numbers), 0]
+
     def name(self, i: int) -> str:
         file = self._groups[self._chunk(i), 0]
         first = np.searchsorted(self._groups[:, 0], file)  # row group of the file
@@ -108,7 +116,7 @@ class Parquet(Shards):
             self._cached.move_to_end(group)
             return self._cached[group]
         file, number = self._groups[group].tolist()
-        arrow, parquet = _pyarrow(self.files[file])
+        arrow, parquet = _pyarrow(self._file_names[file])
         try:
             # One thread: a forked worker does not inherit the thread pool of its parent.
             with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
@@ -161,6 +169,25 @@ def parquet_file(
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
         yield write
+
+
+def _known_contents(files: Sequence[str], i: int) -> tuple[Contents, int]:
+    """Contents and size of a file; of a remote one they are kept, so that it is read once."""
+    if not isinstance(files, RemoteFiles):
+        return _read_contents(files[i]), os.stat(files[i]).st_size
+    remote = files.remotes[i]
+    key, size = json.dumps([remote.url, *remote.state]).encode(), remote.about.size
+    if (kept := cache.load("parquet", key)) is not None:
+        column, classes = json.loads(kept["about"].tobytes())
+        groups = [(int(rows), int(most)) for rows, most in kept["groups"]]
+        labels = {k.removeprefix("label "): v for k, v in kept.items() if k.startswith("label ")}
+        return Contents(column, classes, groups, labels), size
+    found = _read_contents(files[i])
+    arrays = {f"label {name}": values for name, values in found.labels.items()}
+    arrays["about"] = np.frombuffer(json.dumps([found.column, found.classes]).encode(), np.uint8)
+    arrays["groups"] = np.array(found.groups, np.int64).reshape(-1, 2)
+    cache.store("parquet", key, arrays)
+    return found, size
 
 
 def _read_contents(path: str) -> Contents:

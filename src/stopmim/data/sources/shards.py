@@ -1,15 +1,19 @@
 """Shard files named by a folder, a file, or a pattern, and their splits: for tar and Parquet."""
 
+import contextlib
 import glob
+import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
+from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError
-from stopmim.data.images import stamp_files
+from stopmim.data.images import file_state, stamp_files
+from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
 from stopmim.data.sources.formed import Formed
 from stopmim.data.sources.scanning import holds_images
@@ -26,20 +30,50 @@ _SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
 class Shards(Formed):
     """Images of several files, each read in chunks: the base of tar and Parquet."""
 
-    files: list[str]
+    files: Sequence[str]  # RemoteFiles fetch a file when its path is taken
     chunks: np.ndarray  # (k + 1,) number of the first image of each chunk
 
     def __len__(self) -> int:
         return int(self.chunks[-1])
 
     def stamp(self) -> str:
+        if isinstance(self.files, RemoteFiles):
+            return hashlib.sha256(states(self.files).tobytes()).hexdigest()
         return stamp_files(self.files)
+
+    def file_of(self, numbers: np.ndarray) -> np.ndarray:
+        """The files that images `numbers` are in, as indices: where each chunk is one file."""
+        return np.searchsorted(self.chunks, numbers, side="right") - 1
 
     def _chunk(self, i: int) -> int:
         """The chunk that image `i` is in."""
         if not 0 <= i < len(self):
             raise IndexError(f"image {i} of {len(self)}")
         return int(np.searchsorted(self.chunks, i, side="right")) - 1
+
+
+def places(files: Sequence[str]) -> list[str]:
+    """Where the files are: paths or URLs, without fetching any."""
+    if isinstance(files, RemoteFiles):
+        return [remote.url for remote in files.remotes]
+    return list(files)
+
+
+def states(files: Sequence[str]) -> np.ndarray:
+    """Sizes and modification times or versions, (k, 2), which a cached index must match."""
+    if isinstance(files, RemoteFiles):
+        return np.array([remote.state for remote in files.remotes], np.int64)
+    return np.array([*map(file_state, files)], np.int64)
+
+
+@contextlib.contextmanager
+def progress(files: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """Shows how many files are indexed, if they have to be fetched for that."""
+    if not isinstance(files, RemoteFiles) or len(files) < 2:
+        yield lambda done: None
+        return
+    with Ticker("index", len(files)) as ticker:
+        yield lambda done: ticker.update(done, "files fetched")
 
 
 def is_pattern(text: str) -> bool:
@@ -69,6 +103,11 @@ def find_shards(text: str, suffix: str, split: Split | None) -> list[str]:
         found = [text] if os.path.exists(text) else expand(text)
     if not found:
         raise DataError(f"{printable(text)}: no file that ends in {suffix}")
+    return choose_split(found, text, split)
+
+
+def choose_split(found: list[str], text: str, split: Split | None) -> list[str]:
+    """Those of the files of one source that belong to a split, by a word in their names."""
     by_word: dict[str, list[str]] = {}
     for file in found:
         words = _SPLIT.findall(os.path.basename(file))
@@ -86,6 +125,21 @@ def expand(pattern: str) -> list[str]:
 
     Every name that braces give must exist; the matches of a glob are sorted.
     """
+    names = expand_braces(pattern)
+    files = [
+        sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
+        for name in names
+    ]
+    if missing := [name for name, found in zip(names, files, strict=True) if not found]:
+        raise DataError(
+            f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
+            f"{printable(missing[0])}"
+        )
+    return list(dict.fromkeys(chain.from_iterable(files)))
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The names that ``{000..146}`` and ``{a,b}`` in a pattern stand for."""
     names = [pattern]
     while found := _BRACES.search(names[0]):
         choices: Sequence[str | int] = found[1].split(",")
@@ -101,16 +155,7 @@ def expand(pattern: str) -> list[str]:
             for head, _, tail in [name.partition(found[0])]
             for choice in choices
         ]
-    files = [
-        sorted(glob.glob(name)) if glob.has_magic(name) else [name] * os.path.exists(name)
-        for name in names
-    ]
-    if missing := [name for name, found in zip(names, files, strict=True) if not found]:
-        raise DataError(
-            f"{printable(pattern)}: {len(missing)} of {len(names)} names lead to no file, first "
-            f"{printable(missing[0])}"
-        )
-    return list(dict.fromkeys(chain.from_iterable(files)))
+    return names
 
 
 def file_names(paths: Sequence[str]) -> list[str]:

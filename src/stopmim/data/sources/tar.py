@@ -18,12 +18,20 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
-from stopmim.data.images import file_state
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
 from stopmim.data.rasters.open import SAMPLE
+from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.folder import MAX_BYTES
 from stopmim.data.sources.packed import read_index
-from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
+from stopmim.data.sources.shards import (
+    Shards,
+    file_names,
+    find_shards,
+    names_shards,
+    places,
+    progress,
+    states,
+)
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable
 
 BLOCK = 512
@@ -69,24 +77,25 @@ class Tar(Shards):
     label_hint = 'add a .cls or .json ({"label": 3}) member with an integer beside every image'
 
     def __init__(self, shards: Sequence[str]) -> None:
-        self.files = [os.path.abspath(shard) for shard in shards]
-        self._shard_names = file_names(self.files)
-        key = b"\0".join(map(os.fsencode, self.files))
-        # Sizes and modification times, (k, 2), which a cached index must match.
-        began, state = time.time_ns(), np.array([*map(file_state, self.files)], np.int64)
+        remote = isinstance(shards, RemoteFiles)
+        self.files = shards if remote else [os.path.abspath(shard) for shard in shards]
+        self._places = places(self.files)
+        self._shard_names = file_names(self._places)
+        key = b"\0".join(map(os.fsencode, self._places))
+        began, state = time.time_ns(), states(self.files)
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index(state[:, 0]) | {"state": state}
             # Not if a shard is missing: it may be back at any time.
             settled = state.min() >= 0 and state[:, 1].max() < began - cache.SETTLED_NS
-            if len(index["at"]) >= cache.WORTH_IT and settled:
+            if remote or (len(index["at"]) >= cache.WORTH_IT and settled):
                 cache.store("tar", key, index)
         self._names = PackedPaths(index["names"], index["offsets"])
         self._at, self._size, self.chunks = index["at"], index["size"], index["chunks"]
         self.labels = {"class": index["label"]} if len(index["label"]) else {}
         self.fingerprint = index["fingerprint"].tobytes().decode()
         self.unreadable = index["unreadable"].tobytes().decode().splitlines()
-        folders = {os.path.dirname(file) for file in self.files}
+        folders = set() if remote else {os.path.dirname(file) for file in self.files}
         packed = read_index(folders.pop()) if len(folders) == 1 else None
         self.classes = packed.classes if packed and self.labels else []
         # The order of so few is that of a folder: a run on either sees the same.
@@ -94,12 +103,12 @@ class Tar(Shards):
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(
-                f"{printable(shards[0])}: no images in {len(shards)} tar shards{lost}; "
+                f"{printable(self._places[0])}: no images in {len(shards)} tar shards{lost}; "
                 f"looked for members that end in {', '.join([*EXTENSIONS, *ARRAY_EXTENSIONS])}"
             )
         # Not a sample of all: the others may be far away.
         first = [self._names[i] for i in range(min(SAMPLE, len(self)))]
-        self.look(printable(shards[0]), first)
+        self.look(printable(self._places[0]), first)
 
     def _data(self, i: int) -> bytes:
         size, at = int(self._size[i]), int(self._at[i])
@@ -119,8 +128,12 @@ class Tar(Shards):
         return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
 
     def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
-        with ThreadPoolExecutor(8) as pool:  # most of the time is spent waiting for the disk
-            found = list(pool.map(_samples, self.files))
+        found = list[Shard]()
+        with ThreadPoolExecutor(8) as pool, progress(self.files) as update:
+            # Most of the time is spent waiting for the disk, or for remote shards.
+            for shard in pool.map(lambda i: _samples(self.files[i]), range(len(self.files))):
+                found.append(shard)
+                update(len(found))
         if any(not _is_array(sample) for shard in found for sample in shard.samples):
             found = [_without_arrays(shard) for shard in found]
         # Samples that damage cut off from their labels are dropped, if all others are labelled.
@@ -133,7 +146,7 @@ class Tar(Shards):
         pairs = zip(self._shard_names, found, strict=True)
         lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
-        for path, size, shard in zip(self.files, sizes, found, strict=True):
+        for path, size, shard in zip(self._places, sizes, found, strict=True):
             digest.update(b"%b\0%d\n" % (os.fsencode(os.path.basename(path)), size))
             for sample in shard.samples:
                 digest.update(b"%b\0%d\n" % (sample.name, sample.size))

@@ -1,0 +1,107 @@
+"""Remote tar shards with an index.json: opened without fetching any, and fetched when read."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from stopmim.data.protocols import RemoteError
+from stopmim.data.rasters.raster import Raster
+from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.sources.shards import Shards, progress
+from stopmim.data.sources.tar import WINDOW, Tar
+
+OPEN = 256  # shards whose index each process keeps in memory
+AT_ONCE = 8  # shards that are fetched at the same time, for their labels
+
+
+class IndexedTar(Shards):
+    """The images of tar shards, each a `Tar` of its own as soon as one of its images is read.
+
+    The numbers of images and the checksums are those of the index; so is the fingerprint. Labels
+    are in the shards: to ask for all of them fetches every shard once.
+    """
+
+    files: RemoteFiles
+    window = WINDOW
+    label_hint = Tar.label_hint
+
+    def __init__(self, files: RemoteFiles, counts: list[int], classes: list[str]) -> None:
+        self.files, self.classes = files, classes
+        self.chunks = np.cumsum([0, *counts])
+        self.any_order = len(self) <= WINDOW  # as of the same shards in a local folder
+        self.labels: dict[str, np.ndarray] = _Labels(self)  # type: ignore[assignment]
+        self._open()
+        digest = hashlib.sha256()
+        for remote in files.remotes:
+            digest.update(f"{os.path.basename(remote.url)}\0{remote.sha256}\n".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _open(self) -> None:
+        self.shard = lru_cache(OPEN)(self._shard)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {key: value for key, value in self.__dict__.items() if key != "shard"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def open(self, i: int) -> Raster | None:
+        chunk = self._chunk(i)
+        return self.shard(chunk).open(i - int(self.chunks[chunk]))
+
+    def read(self, i: int) -> np.ndarray:
+        chunk = self._chunk(i)
+        return self.shard(chunk).read(i - int(self.chunks[chunk]))
+
+    def name(self, i: int) -> str:
+        chunk = self._chunk(i)
+        return self.shard(chunk).name(i - int(self.chunks[chunk]))
+
+    def _shard(self, chunk: int) -> Tar:
+        remote = self.files.remotes[chunk]
+        shard, stated = Tar(RemoteFiles([remote])), int(np.diff(self.chunks)[chunk])
+        if len(shard) != stated:
+            raise RemoteError(f"{remote.url}: {len(shard)} images, index.json states {stated}")
+        return shard
+
+
+class _Labels(Mapping[str, np.ndarray]):
+    """The labels of all images, or of some, without fetching the shards of the others."""
+
+    def __init__(self, images: IndexedTar) -> None:
+        self.images = images
+
+    def at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        chunks = self.images.file_of(numbers)
+        inside = numbers - self.images.chunks[chunks]
+        shards = [self.images.shard(chunk).labels for chunk in chunks.tolist()]
+        if not all("class" in labels for labels in shards):
+            return {}
+        pairs = zip(shards, inside.tolist(), strict=True)
+        return {"class": np.array([labels["class"][i] for labels, i in pairs], np.int64)}
+
+    @cached_property
+    def _all(self) -> dict[str, np.ndarray]:
+        images, found = self.images, list[np.ndarray]()
+        every = range(len(images.files))
+        with ThreadPoolExecutor(AT_ONCE) as pool, progress(images.files) as update:
+            for shard in pool.map(images.shard, every):
+                if "class" not in shard.labels:
+                    return {}
+                found.append(shard.labels["class"])
+                update(len(found))
+        return {"class": np.concatenate(found)}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)

@@ -1,0 +1,81 @@
+"""Data sets of the `datasets` library, in folders that it wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tar import png, values
+
+from stopmim.base.errors import DataError
+from stopmim.data.sources.open import open_images, open_test
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def table(library: Any, first: int, count: int) -> Any:
+    features = library.Features(
+        {
+            "id": library.Value("string"),
+            "picture": library.Image(),
+            "label": library.ClassLabel(names=["cat", "dog"]),
+            "year": library.Value("int32"),
+        }
+    )
+    numbers = range(first, first + count)
+    columns: dict[str, list[Any]] = {
+        "id": [str(i) for i in numbers],
+        "picture": [{"bytes": png(i), "path": f"{i}.png"} for i in numbers],
+        "label": [i % 2 for i in numbers],
+        "year": [2000 + i for i in numbers],
+    }
+    return library.Dataset.from_dict(columns, features=features)
+
+
+def test_a_saved_data_set_is_a_source(library: Any, tmp_path: Path) -> None:
+    table(library, 0, 10).save_to_disk(tmp_path / "one")
+    images = open_images(tmp_path / "one")
+    assert values(images) == list(range(10))
+    assert images.name(3) == "row 3 3.png"
+    assert images.labels["class"].tolist() == [0, 1] * 5
+    assert images.labels["year"].tolist() == list(range(2000, 2010))
+    assert images.classes == ["cat", "dog"]  # type: ignore[attr-defined]
+    assert open_images(tmp_path / "one").fingerprint == images.fingerprint
+    table(library, 1, 10).save_to_disk(tmp_path / "other")
+    assert open_images(tmp_path / "other").fingerprint != images.fingerprint
+    assert open_test(tmp_path / "one") is None
+
+
+def test_splits_of_a_dictionary(library: Any, tmp_path: Path) -> None:
+    parts = {"train": table(library, 0, 6), "validation": table(library, 6, 4)}
+    library.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    assert values(open_images(tmp_path / "both")) == list(range(6))
+    test = open_test(tmp_path / "both")
+    assert test is not None
+    assert values(test) == list(range(6, 10))
+
+
+def test_the_order_of_a_shuffled_one_is_kept(library: Any, tmp_path: Path) -> None:
+    table(library, 0, 10).select([7, 2, 5]).save_to_disk(tmp_path / "some")
+    assert values(open_images(tmp_path / "some")) == [7, 2, 5]
+
+
+def test_what_is_no_data_set_of_images_is_one_line(library: Any, tmp_path: Path) -> None:
+    library.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "text")
+    with pytest.raises(DataError, match=r"text: no column of images; there is text$"):
+        open_images(tmp_path / "text")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match="bad: ") as met:
+        open_images(tmp_path / "bad")
+    assert "\n" not in str(met.value)
+    data = next((tmp_path / "text").glob("*.arrow"))
+    data.write_bytes(data.read_bytes()[:50])
+    with pytest.raises(DataError, match="text: ") as met:
+        open_images(tmp_path / "text")
+    assert "\n" not in str(met.value)
