@@ -123,7 +123,8 @@ def _records() -> dict[str, Write]:
     def folder(write: Write) -> Write:
         def make(path: Path) -> None:
             path.mkdir()
-            write(path / "sigma.json")
+            (path / "sigma").mkdir()
+            write(path / "sigma" / "a-0.json")
 
         return make
 

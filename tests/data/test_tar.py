@@ -345,7 +345,8 @@ def _watch(event: str, args: tuple[Any, ...]) -> None:
         "os.symlink",
         "os.rename",
     ):
-        _opened.append(str(args[0]))
+        if not isinstance(args[0], int):  # a descriptor of a file that was opened before
+            _opened.append(str(args[0]))
 
 
 sys.addaudithook(_watch)

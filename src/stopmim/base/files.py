@@ -75,7 +75,7 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", shown)
         if status.st_size > limit:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}", shown)
+            raise OSError(errno.EFBIG, f"more than {limit} bytes", shown)
         return open(handle, "rb")
     except OSError:
         os.close(handle)

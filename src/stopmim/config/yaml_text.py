@@ -20,7 +20,7 @@ MOST_MISTAKES = 1000
 def parse_yaml(text: str, source: str) -> Any:
     """Plain values from YAML; a UserError names `source` and the line."""
     if len(text) > MOST_TEXT:
-        raise UserError(f"{source}: more than {MOST_TEXT} characters, too large for a config")
+        raise UserError(f"{source}: larger than {MOST_TEXT} characters, too large for a config")
     try:
         return _Loader(text).get_single_data()
     except yaml.YAMLError as error:

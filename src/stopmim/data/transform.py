@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import read_regular
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError, decode, from_pillow
 from stopmim.method.encoder import Encoder, ImageEncoder, Picture, Pictures
@@ -73,7 +74,7 @@ def pixels_of(picture: Picture) -> np.ndarray:
 
 def _read(path: Path) -> np.ndarray:
     try:
-        return decode(path.read_bytes())
+        return decode(read_regular(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except BadImageError as error:

@@ -6,14 +6,14 @@ import io
 import os
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import read_regular
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import SUFFIXES, Files, class_folders, has_splits, open_split
-from stopmim.data.sources.source import Source, Split, no_split, printable
+from stopmim.data.sources.source import MAX_FILE, Source, Split, no_split, printable
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
@@ -42,7 +42,7 @@ def _open_list(path: str, root: str) -> Files:
     """
     name = printable(path)
     try:
-        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = read_regular(path, MAX_FILE).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{name}: this list cannot be read: {error.strerror}") from None
     lines = [line.strip() for line in data.splitlines() if line.strip()]

@@ -4,17 +4,18 @@ import contextlib
 import hashlib
 import json
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import open_to_read
 from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
-from stopmim.data.sources.source import Source, printable
+from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
@@ -46,7 +47,9 @@ class Parquet(Shards):
         found, digest = list[Contents](), hashlib.sha256()
         for path, name in zip(paths, file_names(paths), strict=True):
             try:
-                contents, size = _read_contents(path), os.stat(path).st_size
+                with open_to_read(path, MAX_SHARD) as file:
+                    size = os.fstat(file.fileno()).st_size
+                contents = _read_contents(path, size)
             except (arrow.ArrowException, OSError) as error:
                 self.unreadable.append(f"{name}: {one_line(error)}")
                 continue
@@ -151,7 +154,7 @@ def parquet_file(
         yield write
 
 
-def _read_contents(path: str) -> Contents:
+def _read_contents(path: str, size: int) -> Contents:
     arrow, parquet = _pyarrow(path)
     types, name = arrow.types, printable(os.path.basename(path))
 
@@ -161,6 +164,8 @@ def _read_contents(path: str) -> Contents:
 
     with parquet.ParquetFile(path, pre_buffer=False) as file:
         schema, about = file.schema_arrow, file.metadata
+        if twice := [field for field, n in Counter(schema.names).items() if n > 1]:
+            raise DataError(f"{name}: two columns are called {printable(twice[0])[:200]}")
         images = [field.name for field in schema if holds_images(field.type)]
         if not images:
             raise DataError(
@@ -168,14 +173,20 @@ def _read_contents(path: str) -> Contents:
                 f"got {printable(', '.join(schema.names))[:200]}"
             )
         numbers = [field.name for field in schema if types.is_integer(field.type)]
+        # A column of one value takes no room in the file, but eight bytes a row in memory, twice.
+        expanded = 16 * about.num_rows * (len(numbers) + 1)
+        if expanded > max(MAX_EXPANDED, 4 * size):
+            what = f"{about.num_rows} rows of {len(numbers)} numbers in a file of {size} bytes"
+            raise DataError(f"{name}: {what}; STOPMIM_MAX_BYTES={expanded} allows it")
         table = file.read(columns=numbers, use_threads=False)
     groups = [about.row_group(g) for g in range(about.num_row_groups)]
     sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-    if (vast := max((size for _, size in sizes), default=0)) > MAX_GROUP:
+    # Images hardly compress: what expands a lot is no image.
+    if (vast := max((n for _, n in sizes), default=0)) > min(MAX_GROUP, MAX_EXPANDED + 4 * size):
         advice = "rewrite the file with row_group_size=100"
         raise DataError(f"{name}: a row group of {vast} bytes; {advice}")
     whole = [column for column in numbers if table.column(column).null_count == 0]
-    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
+    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64, copy=False) for c in whole}
     return Contents(images[0], _class_names(schema), sizes, labels)
 
 
@@ -188,7 +199,7 @@ def _class_names(schema: Any) -> list[str]:
             for column, feature in features.items()
             if label_name(column) == "class" and feature["_type"] == "ClassLabel"
         )
-    except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
+    except (KeyError, TypeError, AttributeError, ValueError, StopIteration, RecursionError):
         return []
 
 
