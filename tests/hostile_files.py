@@ -38,7 +38,6 @@ import hostile_data
 import hostile_runs
 import hostile_texts
 import hostile_weights
-
 from stopmim.base.console import MISTAKES
 
 Write = Callable[[Path], object]
@@ -189,9 +188,9 @@ class Answer:
     out: str
     err: str
     seconds: float  # as a clock has it
-    cpu: float  # seconds of its processes: the same on a busy machine
     memory: int  # bytes at the peak of its largest process, beyond those of an idle one
     left: bool  # it left a process behind
+    cpu: float | None = None  # seconds of its processes, if known: the same on a busy machine
 
 
 def problems(one: Hostile, answer: Answer) -> list[str]:
@@ -199,11 +198,12 @@ def problems(one: Hostile, answer: Answer) -> list[str]:
     lines = answer.err.splitlines()
     said = [line for line in lines if line.startswith("stopmim: error: ")]
     failed = answer.code not in _DOCTOR
+    seconds = answer.seconds if answer.cpu is None else answer.cpu
     # A config may have several mistakes, with a line for each of the first.
     mistakes = MISTAKES + 1 if one.kind in ("preset", "table") else 1
     found = {
         f"exit code {answer.code}": answer.code not in one.codes,
-        f"{answer.cpu:.1f} s": answer.cpu > SECONDS or answer.seconds > BUSY * SECONDS,
+        f"{answer.seconds:.1f} s": seconds > SECONDS or answer.seconds > BUSY * SECONDS,
         f"{answer.memory / 1e6:.0f} MB": answer.memory > MEMORY,
         f"{len(said)} lines of errors": not failed <= len(said) <= failed * mistakes,
         f"a line of {max(map(len, lines), default=0)}": any(len(x) > LONGEST for x in lines),

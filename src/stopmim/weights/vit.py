@@ -24,8 +24,8 @@ from stopmim.method.build import from_tag
 from stopmim.method.encoder import EPS, VisionTransformer
 from stopmim.method.positions import sincos_2d
 from stopmim.method.predictor import Predictor
-from stopmim.runs.checkpoint import State as State
 from stopmim.runs.checkpoint import FLOATS, fill
+from stopmim.runs.checkpoint import State as State
 
 Branch = Literal["target", "context"]  # the EMA encoder (teacher), or the trained one (student)
 
