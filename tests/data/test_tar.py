@@ -338,13 +338,9 @@ _opened: list[str] | None = None
 
 
 def _watch(event: str, args: tuple[Any, ...]) -> None:
-    if _opened is not None and event in (
-        "open",
-        "os.mkdir",
-        "os.remove",
-        "os.symlink",
-        "os.rename",
-    ):
+    events = ("open", "os.mkdir", "os.remove", "os.symlink", "os.rename")
+    # A descriptor is of a file that was opened before.
+    if _opened is not None and event in events and not isinstance(args[0], int):
         _opened.append(str(args[0]))
 
 

@@ -1,5 +1,6 @@
 """Questions that the encoders of a table are asked, with all data opened and checked beforehand."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
+from stopmim.base.files import read_regular
 from stopmim.data.facts import inspect_images
 from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
@@ -79,8 +81,8 @@ def questions(
     chosen = b""
     if few.isdecimal() and int(few):
         labelled: dict[str, Any] = {"per_class": int(few)}
-    elif Path(few).is_file():
-        labelled, chosen = {"list": few}, Path(few).read_bytes()
+    elif os.path.isfile(few):
+        labelled, chosen = {"list": few}, read_regular(few)
     else:
         raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
     found = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial, norms_and_rank
 from stopmim.base.errors import UserError
-from stopmim.base.files import write_whole
+from stopmim.base.files import read_regular, write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
 from stopmim.runs.run import Run
 
@@ -64,8 +64,16 @@ def _record(planned: Plan, trial: Trial, outcome: Outcome) -> Record:
 def read_records(folder: Path) -> list[Record]:
     """All records in TABLE/ and TABLE/records/ below `folder`; other JSON files are ignored."""
     files = sorted([*folder.glob("*/*.json"), *folder.glob("*/records/*.json")])
-    trees = (json.loads(path.read_bytes()) for path in files)
-    return [tree for tree in trees if isinstance(tree, dict) and tree.keys() >= {"row", "curve"}]
+    found = []
+    for path in files:
+        try:
+            tree = json.loads(read_regular(path))
+            if isinstance(tree, dict) and tree.keys() >= {"row", "curve"}:
+                outcome_of(tree)  # proves that it has what a record has
+                found.append(tree)
+        except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            raise UserError(f"{path}: not a record of stopmim ablate") from None
+    return found
 
 
 def outcome_of(record: Record) -> Outcome:

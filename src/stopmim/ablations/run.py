@@ -128,7 +128,7 @@ class Ablation:
                 config = configure(base, row.of(base) | {"seed": base.seed + seed})
                 updates = config.optim.epochs * steps_per_epoch(range(count), config)
             except UserError as error:
-                problems += [f"{row.name}: {line}" for line in str(error).splitlines()]
+                problems += [f"{row.name}: {message}" for message in error.args]
                 continue
             run = identity(config, key)
             # Equal rows share the directory, which is named after the first of them; another table
@@ -139,7 +139,7 @@ class Ablation:
             config = _side_by_side(config, workers)
             trials.append(Trial(folders[run], data, config, asked, row=row.name, updates=updates))
         if problems:
-            raise UserError("\n".join(dict.fromkeys(problems)))
+            raise UserError(*dict.fromkeys(problems))
         trials += [_given(text, runs, data, asked) for text in self.checkpoints]
         shown = self.preset.arch if isinstance(self.preset, Config) else str(self.preset)
         return Plan(Path(self.name).stem, table, shown, base, data, tuple(trials), out)

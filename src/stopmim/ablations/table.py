@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from stopmim.base.errors import UserError, did_you_mean
 from stopmim.config.schema import Config
-from stopmim.config.yaml_text import parse_yaml
+from stopmim.config.yaml_text import parse_yaml, read_yaml
 
 Changes = dict[str, Any]
 PresetChanges = Callable[[Config], Changes]
@@ -87,21 +87,20 @@ class Table:
 # ------------------------------------------------------------------------------ tables in YAML
 
 KEYS = ("about", "baseline", "asks", "rows")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # of a row; becomes part of file names
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{,99}")  # of a row; becomes part of file names
+MOST_ROWS = 1000
 SHARED = ("seed", "runtime")  # keys and sections that cannot differ between rows
 
 
 def read_table(path: Path) -> Table:
     """Reads a table from a YAML file with `KEYS`; only rows are required (docs/ablations.md)."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path}: cannot read this table: {error.strerror}") from None
-    tree = parse_yaml(text, str(path))
+    tree = parse_yaml(read_yaml(path), str(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("rows"), dict) or not tree["rows"]:
         raise UserError(f"{path}: a table needs rows, each as NAME: {{config key: value}}")
     if unknown := [key for key in tree if key not in KEYS]:
         raise UserError(f"{path}: {unknown[0]}: unknown key; there are {', '.join(KEYS)}")
+    if len(tree["rows"]) > MOST_ROWS:
+        raise UserError(f"{path}: {len(tree['rows'])} rows; at most {MOST_ROWS} make a table")
     rows = tuple(_row(path, name, changes) for name, changes in tree["rows"].items())
     names = [row.name for row in rows]
     baseline, asks = tree.get("baseline", names[0]), tree.get("asks", "few labels")
@@ -116,7 +115,7 @@ def _row(path: Path, name: object, changes: object) -> Row:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise UserError(
             f"{path}: row {name}: a name consists of letters, digits and . _ - +, starts with "
-            f"a letter or a digit, and needs quotes if it is a number"
+            f"a letter or a digit, has at most 100, and needs quotes if it is a number"
         )
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
         raise UserError(f"{path}: row {name}: expected {{config key: value}}, or {{}} for none")

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from stopmim.ablations.questions import Question
 from stopmim.ablations.table import Table
-from stopmim.base.console import Ticker, say
+from stopmim.base.console import Ticker, complain, say
 from stopmim.base.errors import InterruptedRunError, RunInUseError, UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import append_jsonl, read_jsonl, write_whole
@@ -198,7 +198,7 @@ def main(words: Sequence[str]) -> int:
     try:
         perform(TRIAL_JSON.validate_json(Path(file).read_bytes()))
     except UserError as error:
-        print(f"stopmim: error: {error}", file=sys.stderr)
+        complain(error)
         return error.exit_code
     return 0
 

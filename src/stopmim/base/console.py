@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from stopmim.base.secrets import shown
+
 console = Console(stderr=True, highlight=False, emoji=False)
 
 COLUMNS = 80  # of a plain line
@@ -20,6 +23,8 @@ BAR = 24  # columns of the widest bar
 QUIET = 2.0  # seconds before a sign of life
 BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to keep logs short
 UNUSUAL = 20  # times slower than usual ...
+LONGEST = 600  # characters of an error or a warning
+MISTAKES = 10  # of one config that are printed
 SLOW = 1.0  # ... and slower than this, in seconds: such an item tells nothing about the others
 
 
@@ -162,7 +167,33 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    say(f"stopmim: warning: {text}")
+    say(f"stopmim: warning: {as_line(text)}")
+
+
+def complain(error: Exception) -> None:
+    """Prints the messages of `error`, one line each: no other place prints errors."""
+    messages = [str(message) for message in error.args]
+    if len(messages) > MISTAKES:
+        messages[MISTAKES:] = [f"and {len(messages) - MISTAKES} more mistakes"]
+    for message in messages:
+        print(f"stopmim: error: {as_line(message)}", file=sys.stderr)
+
+
+def as_line(text: str) -> str:
+    """`text` as one line for a terminal, whatever it holds.
+
+    Control characters, line breaks and lone surrogates are escaped, and the middle of a long text
+    is left out: names in files of others could forge lines, or be megabytes. Credentials in URLs
+    are left out, which libraries quote.
+    """
+    clipped = _clipped(shown(text))
+    visible = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in clipped)
+    return _clipped("".join(visible))
+
+
+def _clipped(text: str) -> str:
+    half = (LONGEST - len(" ... ")) // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def duration(seconds: float) -> str:

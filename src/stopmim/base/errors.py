@@ -15,9 +15,12 @@ def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 class UserError(Exception):
-    """A configuration or usage that cannot work."""
+    """A configuration or usage that cannot work; several messages are several mistakes."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
     def __init_subclass__(cls, code: int | None = None) -> None:
         cls.exit_code = code or cls.exit_code

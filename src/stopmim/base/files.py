@@ -1,20 +1,24 @@
 """Files that survive a crash: growing JSON lines, and texts that are replaced as a whole."""
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stopmim.base.errors import StorageError
+
+MOST_BYTES = 2**30  # of a file that is read whole, unless its reader allows less
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the intact lines of `path`; a kill can leave a torn one at the end."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_regular(path).decode("utf-8", "replace").splitlines():
         try:
             tree = json.loads(line)
         except ValueError:
@@ -54,3 +58,31 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
+    """Opens a regular file of at most `limit` bytes; OSError for any other.
+
+    A pipe would block forever, a device such as /dev/zero never ends, and any name may lead there.
+    """
+    shown = os.fsdecode(path)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a zero byte
+        raise OSError(errno.EINVAL, "no name of a file", shown) from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", shown)
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"more than {limit} bytes", shown)
+        return open(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
+    """The bytes of a file that `open_to_read` opens."""
+    with open_to_read(path, limit) as file:
+        return file.read(limit)  # and no more, should it grow meanwhile

@@ -2,11 +2,14 @@
 
 A pickle is loaded with ``weights_only=True``. It can still take endless memory and time: a kilobyte
 can ask for gigabytes, or for deeply nested lists. So a child process reads it, with limits on both,
-and passes on plain values and tensors as JSON and safetensors. Compressed records, and tensors that
-expand a few bytes to gigabytes, do not occur in honest files and are refused.
+and passes on plain values and tensors as JSON and safetensors. It ends with this process, however
+that ends. Compressed or overlapping records, and tensors that expand a few bytes to gigabytes, do
+not occur in honest files and are refused.
 """
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import itertools
 import json
@@ -15,10 +18,12 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,29 +33,34 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stopmim.base.errors import CheckpointError, StorageError, UserError
+from stopmim.base.files import open_to_read, read_regular
 
+BYTES = 2**36  # most bytes of a file; a ViT-g with its optimizer has 2 ** 34
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
+TENSORS = 20_000  # most tensors of a file, and records of a zip; a ViT-H with AdamW has 1,600
 SHARED = 4  # most bytes of tensors per byte of file: some networks save a matrix twice
 DEPTH = 10  # deepest nesting of containers; VISSL's encoder lies at 5
 VALUES = 100_000  # most values, containers and tensors of a pickle; a ViT-H with AdamW has 10,000
-MEMORY = 1 << 30  # bytes for reading a pickle, on top of SHARED times its size
+MEMORY = 800_000_000  # bytes for reading a pickle, on top of SHARED times its size
 UNUSED = ("opt", "optimizer", "scaler")  # skipped: larger than the weights
-SECONDS = 60  # for reading a pickle, plus one second per 10 MB
+SECONDS = 15  # for reading a pickle, plus one second per 10 MB
 
 
 def read_tree(path: Path) -> Any:
     """Nested containers of tensors and plain values, from a .safetensors file or a pickle."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: not a file")
     try:
-        size = path.stat().st_size
-        if path.suffix != ".safetensors":
-            return _pickle(path, size)
-        with path.open("rb") as file:
+        with open_to_read(path, BYTES) as file:
+            size = os.fstat(file.fileno()).st_size
+            if path.suffix != ".safetensors":
+                return _pickle(path, size)
             header = int.from_bytes(file.read(8), "little")
-        if header > min(HEADER, size):
-            raise ValueError(f"a header of {header} bytes in a file of {size}")
+            if header > min(HEADER, size):
+                raise ValueError(f"a header of {header} bytes in a file of {size}")
+            if (count := len(json.loads(file.read(header)))) > TENSORS:
+                raise ValueError(f"{count} tensors, more than {TENSORS}")
         return load_file(path)  # memory-mapped: read on use
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
@@ -68,11 +78,10 @@ def metadata(path: Path) -> dict[str, str]:
 def read_json(path: Path) -> Any:
     """A small JSON file."""
     try:
-        if path.stat().st_size > HEADER:
-            raise ValueError(f"larger than {HEADER} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path, HEADER))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: unreadable: {one_line(error)}") from None
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise CheckpointError(f"{path}: unreadable: {why}") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -90,23 +99,22 @@ def one_line(error: BaseException) -> str:
 
 
 def _pickle(path: Path, size: int) -> Any:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError(f"{record.filename} is compressed; torch never does that")
-            if broken := archive.testzip():  # torch does not verify checksums
-                raise ValueError(f"{broken} has a wrong checksum")
-    with tempfile.TemporaryDirectory(prefix="stopmim-") as folder:
+    with _cleaning_up(), tempfile.TemporaryDirectory(prefix="stopmim-") as folder:
         if (free := shutil.disk_usage(folder).free) < size:
             room = f"reading {path} needs {size} bytes here, {free} are free"
             raise StorageError(f"{folder}: {room}; set TMPDIR to another folder")
         tree, tensors = Path(folder) / "tree.json", Path(folder) / "tensors.safetensors"
         seconds = SECONDS + size / 1e7
-        child = os.fork()  # a new interpreter would take seconds to import torch
+        parent, child = os.getpid(), os.fork()  # a new interpreter would take seconds for torch
         if not child:
+            _end_with(parent)
             _read_in_child(path, size, seconds, tree, tensors)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except BaseException:  # Ctrl-C
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
         if code == -signal.SIGALRM:
             raise ValueError(f"not read after {seconds:.0f} s")
         if code:
@@ -116,6 +124,20 @@ def _pickle(path: Path, size: int) -> Any:
             raise ValueError(found["error"])
         # The mapping outlives the file's name.
         return _join(found["tree"], load_file(tensors))
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, so that nothing is left, if it would just end us."""
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -133,9 +155,33 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 # ------------------------------------------------------------------------- in the child process
 
 
+def _end_with(parent: int) -> None:
+    """Has the kernel kill this process when `parent` is gone, whatever has ended that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _check_zip(path: Path, size: int) -> None:
+    """Refuses a zip file that is not as torch writes it; torch does not verify checksums."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if len(records) > TENSORS:
+            raise ValueError(f"{len(records)} records, more than {TENSORS}")
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{record.filename} is compressed; torch never does that")
+        if sum(record.file_size for record in records) > size:
+            raise ValueError("its records overlap")
+        if broken := archive.testzip():
+            raise ValueError(f"{broken} has a wrong checksum")
+
+
 def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: Path) -> NoReturn:
     """Reads `path`, writes its values and tensors to two files, and ends the process."""
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, not Python
         signal.setitimer(signal.ITIMER_REAL, seconds)
         gc.disable()  # it would touch, and so copy, all memory of the parent
@@ -146,6 +192,8 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
             limit = now + SHARED * size + MEMORY
             limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        if zipfile.is_zipfile(path):
+            _check_zip(path, size)
         # MAE, DINO and iBOT store their options in a Namespace, which only holds values.
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # long ones about old pickle protocols
@@ -155,6 +203,8 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
         found: list[Tensor] = []
         said = json.dumps({"tree": _split(loaded, found)})
         needed = sum(tensor.numel() * tensor.element_size() for tensor in found)
+        if len(found) > TENSORS:
+            raise ValueError(f"{len(found)} tensors, more than {TENSORS}")
         if needed > SHARED * size:
             raise ValueError(f"{needed} bytes of tensors in a file of {size}")
         save_file(_unshared(found), tensors)

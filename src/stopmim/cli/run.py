@@ -5,6 +5,7 @@ inside the commands that need it, so that ``--help`` and typos answer at once.
 """
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -17,10 +18,10 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from stopmim._version import __version__
-from stopmim.base.console import is_first_rank
+from stopmim.base.console import as_line, complain, is_first_rank
 from stopmim.base.errors import InterruptedRunError, ResourceError, UserError
 from stopmim.base.memory import is_out_of_memory, shortage
-from stopmim.base.secrets import hide, shown
+from stopmim.base.secrets import hide
 from stopmim.base.signals import is_interrupted, stopped
 from stopmim.cli.benchmarks import Bench
 from stopmim.cli.evaluate import Eval
@@ -29,7 +30,7 @@ from stopmim.cli.options import split_changes
 from stopmim.cli.presets import Presets
 from stopmim.cli.training import Ablate, Check, Demo, Pack, Pretrain
 from stopmim.cli.weights import Export, Features, Inspect
-from stopmim.cli.wrong_input import one_line, printable
+from stopmim.cli.wrong_input import one_line
 
 LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
@@ -51,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse([word for word in words if word != "--debug"] or ["--help"])
         return (command() or 0) if command is not None else 0
     except InterruptedRunError as stop:
-        return stopped(printable(str(stop)), stop.exit_code)
+        return stopped(as_line(str(stop)), stop.exit_code)
     except UserError as error:
         if debug:
             raise
         if is_interrupted():  # as of a process that Ctrl-C ended too
             return stopped()
-        for line in str(error).splitlines():
-            print(f"stopmim: error: {printable(line)}", file=sys.stderr)
+        if str(error):
+            complain(error)
         code = error.exit_code
         if not str(error):
             # Wait for the failed rank to report: launchers kill all ranks when one has exited.
@@ -81,11 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unexpected(error: Exception) -> int:
     """Reports an error that no part of the package has a message for; returns the exit code."""
     if is_out_of_memory(error):
-        text = printable(shortage(error))
-        print(f"stopmim: error: out of memory: {text}; {LESS_MEMORY}", file=sys.stderr)
-        return ResourceError.exit_code
-    text = printable(shown(f"{type(error).__name__}: {error}"))
-    print(f"stopmim: error: internal error: {text}; --debug shows where", file=sys.stderr)
+        error = ResourceError(f"out of memory: {shortage(error)}; {LESS_MEMORY}")
+    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = UserError(f"{error.strerror}: {error.filename}")
+    if isinstance(error, UserError):
+        complain(error)
+        return error.exit_code
+    complain(Exception(f"internal error: {type(error).__name__}: {error}; --debug shows where"))
     return 1
 
 

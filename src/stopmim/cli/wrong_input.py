@@ -53,8 +53,3 @@ def _no_such_command(words: list[str], names: list[str]) -> str:
         return ""
     given = f'no command "{word}"' if word else "a command is missing"
     return ": ".join([*above, f"{given}; {did_you_mean(word, names)}there are {', '.join(names)}"])
-
-
-def printable(text: str) -> str:
-    """`text` with control characters and lone surrogates escaped, safe for a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,20 +2,25 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from stopmim.base.errors import UserError, did_you_mean
+from stopmim.base.files import read_regular
 
 Model = TypeVar("Model", bound=BaseModel)
+
+MOST_TEXT = 200_000  # characters, which take two seconds to parse
+MOST_MISTAKES = 1000
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """Plain values from YAML; a UserError names `source` and the line."""
-    if len(text) > 1_000_000:
-        raise UserError(f"{source}: larger than 1 MB, too large for a config")
+    if len(text) > MOST_TEXT:
+        raise UserError(f"{source}: larger than {MOST_TEXT} characters, too large for a config")
     try:
         return _Loader(text).get_single_data()
     except yaml.YAMLError as error:
@@ -25,6 +30,16 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{where}: {what}") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply") from None
+    except Exception as error:  # a number of 5,000 digits, a date that is none: of many types
+        raise UserError(f"{source}: {str(error)[:200]}") from None
+
+
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file of somebody."""
+    try:
+        return read_regular(path, 4 * MOST_TEXT).decode("utf-8", "replace")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def to_yaml(section: BaseModel, indent: str = "") -> str:
@@ -47,8 +62,10 @@ def validate(model: type[Model], tree: object, source: str) -> Model:
         # Through JSON, because strict mode takes a list for a tuple only from there.
         return model.model_validate_json(json.dumps(tree, default=repr))
     except ValidationError as error:
-        mistakes = [f"{source}: {_explain(model, mistake)}" for mistake in error.errors()]
-        raise UserError("\n".join(mistakes)) from None
+        first = error.errors()[:MOST_MISTAKES]
+        raise UserError(*(f"{source}: {_explain(model, mistake)}" for mistake in first)) from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or a lone surrogate
+        raise UserError(f"{source}: {error}") from None
 
 
 def _explain(model: type[BaseModel], mistake: Any) -> str:
@@ -82,11 +99,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names = [key.value for key, _ in node.value]
-        for i, (key, _) in enumerate(node.value):
-            if key.value in names[:i]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="no name", problem_mark=key.start_mark)
+            if key.value in seen:
                 problem = f"duplicate key {key.value!r}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

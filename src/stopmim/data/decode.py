@@ -17,6 +17,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
@@ -27,7 +28,13 @@ except ImportError:  # the extra `fast`
     simplejpeg = None
 
 # Pillow warns of a decompression bomb above this; 358 MB when decoded.
-MAX_PIXELS = 89_478_485
+MAX_PIXELS = int(os.environ.get("STOPMIM_MAX_PIXELS", 89_478_485))
+if "STOPMIM_MAX_PIXELS" in os.environ:
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+STRIP = 2**22  # pixels that are converted at a time, lest a large image take several times its size
+# Every scan of a progressive JPEG is a pass over all pixels, at about 10 ** 8 a second, and ten
+# to 18 are usual: more than FEW_SCANS may not pass over more pixels than SCANNED.
+FEW_SCANS, SCANNED = 20, 3 * 10**8
 
 # Pillow would try every format, and run ghostscript for an EPS file named x.jpg.
 FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP"]
@@ -124,7 +131,8 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
             raise BadImageError('HEIC: needs pip install "stopmim[heic]"') from None
         raise BadImageError("not an image of a known format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadImageError(f"more than {max_pixels} pixels") from None
+        what = f"more than {max_pixels} pixels; STOPMIM_MAX_PIXELS can allow more"
+        raise BadImageError(what) from None
     except Exception as error:  # plugins raise almost anything on damaged files
         text = one_line(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
@@ -166,7 +174,17 @@ def opened(data: bytes) -> Iterator[Image.Image]:
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
-        raise BadImageError(f"{width}x{height} is more than {max_pixels} pixels")
+        raise BadImageError(
+            f"{width}x{height} is more than {max_pixels} pixels; STOPMIM_MAX_PIXELS can allow more"
+        )
+
+
+def _check_scans(data: bytes, pixels: int) -> None:
+    """Refuses a JPEG with so many scans that it would be decoded for minutes."""
+    # An entropy-coded 255 is followed by 0: this counts markers, and a few of thumbnails in EXIF.
+    scans = data.count(b"\xff\xda")
+    if scans > FEW_SCANS and scans * pixels > SCANNED:
+        raise BadImageError(f"{scans} scans of {pixels} pixels would take minutes")
 
 
 def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
@@ -183,6 +201,7 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         if colours not in ("RGB", "YCbCr", "Gray"):
             return None
         _check_size(height, width, max_pixels)
+        _check_scans(data, height * width)
         return simplejpeg.decode_jpeg(data)
     except ValueError:
         # Pillow tolerates a few stray bytes, and which files are bad must not depend on an extra.
@@ -201,7 +220,11 @@ def _open(data: bytes) -> Image.Image:
 
 def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
     with _open(data) as image:
-        _check_size(image.height, image.width, max_pixels)
+        # The decoder of WebP holds four copies, the others at most two.
+        limit = max_pixels // 2 if image.format == "WEBP" else max_pixels
+        _check_size(image.height, image.width, limit)
+        if image.format in ("JPEG", "MPO"):
+            _check_scans(data, image.height * image.width)
         return from_pillow(image)
 
 
@@ -223,8 +246,26 @@ def from_pillow(image: Image.Image) -> np.ndarray:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Pixels (H, W, 3) of any image, by strips: a copy of all for each step would take gigabytes."""
+    convert = _strip_to_rgb
     if image.mode == "F" or image.mode.startswith("I"):
-        return np.repeat(_to_grey8(np.asarray(image))[:, :, None], 3, axis=2)
+        convert = partial(_strip_to_grey, *_range(image))
+    if image.width * image.height <= STRIP:
+        return convert(image)
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top, strip in _strips(image):
+        pixels[top : top + strip.height] = convert(strip)
+    return pixels
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yields whole rows of an image, and the number of the first."""
+    rows = max(1, STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def _strip_to_rgb(image: Image.Image) -> np.ndarray:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -232,14 +273,24 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def _to_grey8(values: np.ndarray) -> np.ndarray:
-    """Converts integers or floats (H, W) to uint8; NaN becomes black."""
-    finite = values[np.isfinite(values)]
-    if not finite.size:
+def _range(image: Image.Image) -> tuple[float, float]:
+    """The values that become black and white."""
+    strips = (np.asarray(strip) for _, strip in _strips(image))
+    finite = (strip[np.isfinite(strip)] for strip in strips)
+    ranges = [(float(x.min()), float(x.max())) for x in finite if x.size]
+    if not ranges:
         raise BadImageError("no pixel has a finite value")
-    low, high = float(finite.min()), float(finite.max())
-    if values.dtype.kind != "f" and low >= 0 and high <= 65535:
-        low, high = 0.0, 65535.0
+    low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+    if image.mode != "F" and low >= 0 and high <= 65535:
+        return 0.0, 65535.0
+    return low, high
+
+
+def _strip_to_grey(low: float, high: float, image: Image.Image) -> np.ndarray:
+    """Converts integers or floats to three equal channels of 8 bits; NaN becomes black."""
     scale = 255.0 / (high - low) if high > low else 0.0
-    scaled = (np.nan_to_num(values.astype(np.float64), nan=low) - low) * scale
-    return np.rint(scaled.clip(0, 255)).astype(np.uint8)
+    values = np.asarray(image).astype(np.float64)
+    if not np.isfinite(values).all():
+        values = np.nan_to_num(values, nan=low)
+    grey = np.rint(((values - low) * scale).clip(0, 255)).astype(np.uint8)
+    return np.repeat(grey[:, :, None], 3, axis=2)

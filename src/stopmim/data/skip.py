@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stopmim.base.errors import DataError, StorageError, UserError
+from stopmim.base.files import read_regular
 from stopmim.data.images import Images
 from stopmim.data.subset import Subset
 
@@ -65,12 +66,12 @@ def read_list(file: Path, part: str = "train") -> set[str]:
     Ignores a line that a full disk or a kill has cut short.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular(file).decode()
         lines = [_parse(line) for line in text.splitlines() if line.strip()]
         return {str(line["name"]) for line in lines if line and line.get("part", "train") == part}
     except OSError as error:
         raise DataError(f"{file}: cannot read this list of images: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         reason = 'not a list of images: expected lines like {"name": ...}'
         raise DataError(f"{file}: {reason}") from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import read_regular
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
@@ -158,7 +159,7 @@ def find_named(images: Images, file: Path) -> list[int]:
 
 def _read_names(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_regular(file).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: not a list of file names: {why}") from None

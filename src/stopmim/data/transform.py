@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import read_regular
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError, decode, from_pillow
 from stopmim.data.pixels import RGB, PixelStats
@@ -108,7 +109,7 @@ def _read(path: Path, stats: PixelStats) -> np.ndarray:
         if not stats.is_picture:  # the readers of such files belong here
             what = f"files of {stats.describe()} are not read here"
             raise BadImageError(f"{what}; give {_pixels_wanted(stats)}")
-        return decode(path.read_bytes())
+        return decode(read_regular(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except BadImageError as error:

@@ -5,6 +5,7 @@ and off the edges of the view, while the camera zooms. They are equal to the las
 machine; render.py says how.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import read_regular
 from stopmim.base.random_keys import seed_of
 from stopmim.data.decode import BadImageError, decode
 from stopmim.data.render import render
@@ -30,6 +32,8 @@ Year = Literal["2016", "2017"]
 
 VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation counts it as background
 RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
+MAX_FRAME = 2**24  # pixels of a frame, of which AHEAD are held: twice those of 4K
+MAX_LIST = 10_000_000  # bytes of a list of videos
 LENGTH = 20  # frames of a rendered video
 AHEAD = 16  # frames read before they are asked for
 BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
@@ -228,7 +232,7 @@ class DavisVideo:
 
     def frame(self, i: int) -> Bytes:
         try:
-            return decode(self._frames[i].read_bytes())
+            return decode(read_regular(self._frames[i]), max_pixels=MAX_FRAME)
         except (BadImageError, OSError) as error:
             raise DataError(f"{self._frames[i]}: {error}; a video cannot lack a frame") from None
 
@@ -266,7 +270,12 @@ class Davis(list[DavisVideo]):
         path = next((path for path in lists if path.is_file()), None)
         if path is None:
             raise DataError(f"{lists[0]}: no such file; it lists the videos of the split {split}")
-        words = [line.split()[0] for line in path.read_text("utf-8").splitlines() if line.strip()]
+        try:
+            lines = read_regular(path, MAX_LIST).decode().splitlines()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise DataError(f"{path}: cannot be read: {why}") from None
+        words = [line.split()[0] for line in lines if line.strip()]
         # One video per line, or in the download of 2016 "/JPEGImages/480p/bear/00000.jpg /Anno...".
         names = dict.fromkeys(Path(word).parent.name if "/" in word else word for word in words)
         if not names:
@@ -284,11 +293,14 @@ class Davis(list[DavisVideo]):
 def read_mask(path: Path) -> Bytes:
     """Reads the object numbers (H, W) of an indexed or grey PNG."""
     try:
-        with Image.open(path, formats=("PNG",)) as image:
+        data = io.BytesIO(read_regular(path))
+        with Image.open(data, formats=("PNG",)) as image:
+            if image.width * image.height > MAX_FRAME:
+                raise DataError(f"{path}: more than {MAX_FRAME} pixels, too large for a video")
             if image.mode not in ("P", "L", "1"):
                 raise DataError(f"{path}: an image of mode {image.mode}, expected an indexed PNG")
             return np.array(image).astype(np.uint8)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Warning, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: not a mask: {error}") from None
 
 

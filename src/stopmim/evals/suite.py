@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from stopmim.base.console import say
 from stopmim.base.errors import UserError
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import read_regular
 from stopmim.data.images import Images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals import cache
@@ -151,7 +153,8 @@ def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> 
     on = cache.key(inputs.size, inputs.without_images) if videos else inputs.key(labels)
     facts = [p.facts(inputs) for p in protocols]
     options = [value for p in protocols for value in vars(p).values()]
-    lists = [path.read_bytes() for path in options if isinstance(path, Path) and path.is_file()]
+    paths = [value for value in options if isinstance(value, Path)]
+    lists = [read_regular(path) for path in paths if os.path.isfile(path)]
     code, encoder = cache.of_code(*cache.ANSWERS), cache.of_encoder(inputs.encoder)
     return cache.key(code, encoder, on, protocols, facts, lists)
 

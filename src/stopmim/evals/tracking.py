@@ -113,11 +113,15 @@ def score(video: Video, found: Tensor) -> list[Scores]:
     objects, parts = range(1, int(video.mask(0).max()) + 1), []
     for start in range(1, len(video) - 1, SCORED):
         part = slice(start, min(start + SCORED, len(video) - 1))
-        truth = np.stack([video.mask(i) for i in range(part.start, part.stop)])
+        masks = {i: video.mask(i) for i in range(part.start, part.stop)}
+        if odd := [i for i, mask in masks.items() if mask.shape != found.shape[1:]]:
+            size = " x ".join(map(str, masks[odd[0]].shape))
+            raise DataError(f"{video.name}: the mask of frame {odd[0]} is of another size, {size}")
+        truth = np.stack(list(masks.values()))
         pair = found[part], _upload(truth, found.device)
         for k in objects:
-            masks = [ids == k for ids in pair]
-            parts += [region_similarity(*masks), boundary_accuracy(*masks)]
+            both = [ids == k for ids in pair]
+            parts += [region_similarity(*both), boundary_accuracy(*both)]
     # Every n-th part is of the same object and measure.
     n = 2 * len(objects)
     values = torch.stack([torch.cat(parts[i::n]) for i in range(n)]).cpu().numpy()

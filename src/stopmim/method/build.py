@@ -5,6 +5,7 @@ the other functions build what it asks for. A new kind of position, mask or targ
 its name in config/schema.py and one `case` below.
 """
 
+import os
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -15,7 +16,7 @@ from stopmim.base.random_keys import seed_of
 from stopmim.config.architectures import parse_arch
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, from_yaml, override, resolve
-from stopmim.config.yaml_text import to_yaml
+from stopmim.config.yaml_text import read_yaml, to_yaml
 from stopmim.method.encoder import INITIALISERS, VisionTransformer
 from stopmim.method.masks import Masks, MaskSampler, MultiBlock, RandomPatches, ReleasedMultiBlock
 from stopmim.method.model import Features, HalfResolution, MaskedImageModel, Pixels, Target
@@ -36,8 +37,8 @@ def configure(
         config = preset
     elif str(preset) in PRESETS:  # a name wins over a file of that name
         config = PRESETS[str(preset)]()
-    elif Path(preset).is_file():  # a YAML file, as `pretrain --dry-run` prints it
-        config = from_yaml(Path(preset).read_text(encoding="utf-8", errors="replace"), str(preset))
+    elif os.path.exists(preset):  # a YAML file, as `pretrain --dry-run` prints it
+        config = from_yaml(read_yaml(Path(preset)), str(preset))
     else:
         raise UserError(_no_such(str(preset)))
     config = resolve(override(config, changes or {}))

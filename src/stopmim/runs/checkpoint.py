@@ -32,6 +32,7 @@ from stopmim.method.model import MaskedImageModel
 State = dict[str, Tensor]
 
 FORMAT = 1
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that weights may have
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -137,6 +138,9 @@ def load_model(path: Path) -> MaskedImageModel:
         raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
     try:
         config = Config.model_validate_json(json.dumps(state(path)["config"]))
+        weights = read_tree(path / "model.safetensors")
+        if (blocks := config.predictor.depth or 0) > len(weights):  # before they are built
+            raise ValueError(f"{blocks} blocks, but only {len(weights)} tensors")
         with torch.device("meta"):
             model = build(config)
         for encoder in (model.encoder, model.branch()):
@@ -144,7 +148,7 @@ def load_model(path: Path) -> MaskedImageModel:
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / 'state.json'}: not a run's: {what}") from None
-    fill(model, read_tree(path / "model.safetensors"), str(path))
+    fill(model, weights, str(path))
     return model.eval()
 
 
@@ -152,11 +156,12 @@ def fill(module: nn.Module, weights: State, source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     for key, value in weights.items():
-        if not value.is_floating_point():
+        if value.dtype not in FLOATS:
             raise CheckpointError(f"{source}: {key} is {value.dtype}, not floating point")
+    own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
+    for key, value in own.items():
         if not value.isfinite().all():
             raise CheckpointError(f"{source}: {key} has values that are not finite")
-    own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
     module.load_state_dict(own, assign=True)
 
 

@@ -6,9 +6,11 @@ A new format is one file in `formats/` with a subclass of `Format`, and one line
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import exists, isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stopmim.base.console import as_line
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import metadata, read_json, read_tree
 from stopmim.config.schema import Config
@@ -33,8 +35,8 @@ class WeightFile:
         """The file at `path`, or the one in it if `path` is a folder that `export` wrote."""
         path = Path(path)
         file, others = path / "model.safetensors", ("run", "manifest", "state")
-        is_export = file.is_file() and not any((path / f"{name}.json").exists() for name in others)
-        if is_export and (config := path / "config.json").is_file():
+        is_export = isfile(file) and not any(exists(path / f"{name}.json") for name in others)
+        if is_export and isfile(config := path / "config.json"):
             about = read_json(config)  # timm's, or else Hugging Face's
             is_export = isinstance(about, dict) and "pretrained_cfg" in about
         return cls(file if is_export else path, *heads)
@@ -46,7 +48,7 @@ class WeightFile:
     def tree(self) -> Any:
         """Nested containers with tensors, read without executing anything."""
         if self.content is None:
-            if not self.path.exists():
+            if not exists(self.path):
                 what = "no such file or folder; give a run or a file of weights"
                 raise CheckpointError(f"{self}: {what}")
             self.content = read_tree(self.path)
@@ -56,7 +58,8 @@ class WeightFile:
     def epoch(self) -> int | None:
         """The epoch saved beside the weights, if a format has read the tree."""
         epoch = self.content.get("epoch") if isinstance(self.content, Mapping) else None
-        return epoch if isinstance(epoch, int) and epoch else None  # `export` writes 0 if unknown
+        # `export` writes 0 if it is unknown; a pickle can hold any number.
+        return epoch if isinstance(epoch, int) and 0 < epoch < 10**9 else None
 
     def tag(self, name: str) -> Any:
         """The tag `name` that `export` wrote to the header or beside the weights, or None."""
@@ -73,9 +76,7 @@ class WeightFile:
         if tag is None:
             return self.heads, EPS
         with vit.refusing(f"{self}: {vit.ENCODER_TAG} is not ours"):
-            heads, eps = int(tag["heads"]), float(tag["eps"])
-            if heads < 1 or not 0 <= eps < 1:
-                raise ValueError(f"{heads} heads, epsilon {eps}")
+            heads, eps = vit.heads_and_eps(tag["heads"], tag["eps"])
         return self.heads or heads, eps
 
 
@@ -125,7 +126,7 @@ class Contents:
         return facts
 
     def __str__(self) -> str:
-        return "\n".join(f"{label:13} {value}" for label, value in self.facts().items())
+        return "\n".join(f"{label:13} {as_line(value)}" for label, value in self.facts().items())
 
 
 class Format:

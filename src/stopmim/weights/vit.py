@@ -25,8 +25,8 @@ from stopmim.method.build import from_tag
 from stopmim.method.encoder import EPS, VisionTransformer
 from stopmim.method.positions import sincos_2d
 from stopmim.method.predictor import Predictor
+from stopmim.runs.checkpoint import FLOATS, fill
 from stopmim.runs.checkpoint import State as State
-from stopmim.runs.checkpoint import fill
 
 Branch = Literal["target", "context"]  # the EMA encoder (teacher), or the trained one (student)
 
@@ -42,6 +42,7 @@ NOT_ENCODER = ("decoder_", "head.", "lm_head.", "mask_token", "masked_embed")
 
 # Errors of code that reads what it does not expect.
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+BLOCKS = 1000  # most blocks of a network: each takes time to build
 ROUNDING = 0.01  # of a table of positions kept in half precision
 
 
@@ -115,10 +116,12 @@ def first_keys(tree: Any) -> str:
 
 
 def tensors(part: Mapping[str, Any], source: str) -> State:
-    """`part`, proved to hold nothing but tensors."""
+    """`part`, proved to hold nothing but tensors of types that torch can compute with."""
     for key, value in part.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{source}: {key} is no tensor but {type(value).__name__}")
+        if value.is_floating_point() and value.dtype not in FLOATS:
+            raise CheckpointError(f"{source}: {key} is {value.dtype}, which is not supported")
     return dict(part)
 
 
@@ -135,8 +138,19 @@ def encoder_weights(tree: Any, source: str) -> State:
     return tensors(weights, source)
 
 
+def heads_and_eps(heads: Any, eps: Any) -> tuple[int, float]:
+    """Attention heads and norm epsilon as a file says them, or ValueError if they make no sense."""
+    found = int(heads), float(eps)
+    if isinstance(heads, bool) or found[0] != heads or heads < 1 or not 0 <= found[1] < 1:
+        raise ValueError(f"{heads} heads, epsilon {eps}")
+    return found
+
+
 def block_count(weights: Mapping[str, Any], prefix: str) -> int:
+    """Number of blocks with keys like ``PREFIX.0.norm.weight``; ValueError if absurd."""
     blocks = {key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)}
+    if len(blocks) > BLOCKS:
+        raise ValueError(f"{len(blocks)} blocks, more than {BLOCKS}")
     return len(blocks)
 
 

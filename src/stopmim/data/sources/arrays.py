@@ -1,17 +1,18 @@
 """Images of one size in one array, which forked workers share, and NumPy archives of them."""
 
 import hashlib
+import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from stopmim.base.errors import DataError, NoPartError
+from stopmim.base.files import open_to_read
 from stopmim.data.channels import MOST, as_kind
 from stopmim.data.decode import one_line
-from stopmim.data.sources.source import Source, Split, printable
+from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, Split, printable
 
 
 class Arrays:
@@ -83,11 +84,14 @@ def _open_npz(path: str, split: Split | None) -> Arrays:
     """
     name = printable(path)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as found:
+        with open_to_read(path, MAX_SHARD) as file, np.load(file, allow_pickle=False) as found:
+            _check_expansion(found.zip.infolist(), os.fstat(file.fileno()).st_size)
             prefix = _prefix(name, found.files, split)
             keys = [key for key in found.files if key.startswith(prefix)]
             arrays = {key.removeprefix(prefix): found[key] for key in keys}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except NoPartError:
+        raise
+    except Exception as error:  # zip, NumPy and its compressors raise almost anything
         reason = f"not a NumPy archive that can be read safely: {one_line(error)}"
         raise DataError(f"{name}: {reason}") from None
     images = _arrays_of_images(arrays)
@@ -121,6 +125,13 @@ def _arrays_of_images(arrays: dict[str, np.ndarray]) -> list[str]:
 def _channels_last(height: int, width: int, channels: int) -> bool:
     """Whether the axes can have this order; in C, H, W with H = W the last two would be equal."""
     return channels <= MOST and not height < width == channels
+
+
+def _check_expansion(records: Sequence[zipfile.ZipInfo], size: int) -> None:
+    """Refuses an archive of `size` bytes that expands to many times as much."""
+    total, most = sum(record.file_size for record in records), max(MAX_EXPANDED, 4 * size)
+    if total > most:
+        raise ValueError(f"expands to {total} bytes; STOPMIM_MAX_BYTES={total} allows it")
 
 
 def _prefix(name: str, keys: list[str], split: Split | None) -> str:

@@ -40,13 +40,17 @@ def _open(text: str, split: Split | None) -> Arrays:
         records = data.reshape(-1, RECORD)
         coarse, fine, pixels = records[:, 0], records[:, 1], records[:, 2:]
         names = root / "fine_label_names.txt"
-        classes = names.read_text("utf-8", "replace").split() if names.exists() else []
+        classes = read_bytes(names).decode("utf-8", "replace").split() if names.exists() else []
     else:
         batch, meta = _read(root / part), _read(root / "meta")
         try:
             coarse, fine, pixels = batch["coarse_labels"], batch["fine_labels"], batch["data"]
-            classes = [str(name) for name in meta["fine_label_names"]]
+            classes = meta["fine_label_names"]
             if not isinstance(pixels, np.ndarray) or pixels.shape != (len(fine), RECORD - 2):
+                raise ValueError
+            # Before anything walks through them: a list may hold itself a thousand times.
+            plain = all(type(x) is int for part in (fine, coarse) for x in part)
+            if not plain or not all(type(name) is str for name in classes):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise DataError(f"{printable(root / part)}: not a batch of CIFAR-100") from None
@@ -76,10 +80,11 @@ def interpret(data: bytes) -> dict[Any, Any]:
     """
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
+    marks: list[int] = []  # where the marks are on the stack
 
     def pop_mark() -> list[Any]:
         """Removes everything down to the last mark, and returns what was above it."""
-        at = max(i for i, item in enumerate(stack) if item is _MARK)
+        at = marks.pop()
         items = stack[at + 1 :]
         del stack[at:]
         return items
@@ -96,6 +101,7 @@ def interpret(data: bytes) -> dict[Any, Any]:
                 stack.append(arg)
             case "MARK" | "NEWFALSE" | "EMPTY_DICT" | "EMPTY_LIST" as name:
                 new = {"MARK": _MARK, "NEWFALSE": False, "EMPTY_DICT": {}, "EMPTY_LIST": []}
+                marks += [len(stack)] * (name == "MARK")
                 stack.append(new[name])
             case "DICT" | "LIST" | "TUPLE" as name:
                 make: Any = {"DICT": _pairs, "LIST": list, "TUPLE": tuple}[name]
@@ -117,11 +123,13 @@ def interpret(data: bytes) -> dict[Any, Any]:
                 top, below = stack.pop(), stack.pop()
                 stack.append(_construct(name, below, top))
             case other:
-                raise ValueError(f"opcode {other} {arg or ''}")
+                raise ValueError(f"opcode {other} {str(arg or '')[:100]}")
     raise ValueError("no end")
 
 
 def _pairs(items: list[Any]) -> dict[Any, Any]:
+    if not all(isinstance(key, str | int) for key in items[::2]):  # a tuple may hash for ever
+        raise ValueError("a key that is no text")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
@@ -136,8 +144,10 @@ def _construct(opcode: str, what: Any, state: Any) -> Any:
             return _UINT8
         case "BUILD", _ if what is _ARRAY and state[2] is _UINT8 and not state[3]:
             _, shape, _, _, pixels = state
+            if not all(type(x) is int for x in shape):
+                raise ValueError("a shape of other things than numbers")
             return np.frombuffer(pixels.encode("latin-1"), np.uint8).reshape(shape)
-    raise ValueError(f"{opcode} of {what}")
+    raise ValueError(f"{opcode} of {what if isinstance(what, str) else type(what).__name__}")
 
 
 CIFAR100 = Source("cifar100", _open, recognise=_recognise)

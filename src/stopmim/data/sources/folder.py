@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import read_regular
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.images import stamp_files
@@ -85,10 +86,7 @@ class Files(Formed):
 
     def _data(self, i: int) -> bytes:
         try:
-            with open(self._root + self._paths[i], "rb") as file:
-                if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                    raise BadImageError(f"more than {MAX_BYTES} bytes")
-                data = file.read()
+            data = read_regular(self._root + self._paths[i], MAX_BYTES)
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
         return data

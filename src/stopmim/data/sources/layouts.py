@@ -28,7 +28,7 @@ def _open_clevr(text: str, split: Split | None) -> Files:
         paths = [os.fsencode(f"images/{part}/{scene['image_filename']}") for scene in scenes]
         counts = [len(scene["objects"]) - 3 for scene in scenes]
         depths = [min(float(o["pixel_coords"][2]) for o in scene["objects"]) for scene in scenes]
-    except (KeyError, TypeError, IndexError, ValueError):
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         raise DataError(f"{printable(path)}: not a file of CLEVR scenes") from None
     files = Files(text, paths)
     distances = [bisect.bisect_left(DISTANCES, depth) for depth in depths]
@@ -59,7 +59,7 @@ def _species(path: Path) -> tuple[list[bytes], list[str]]:
     try:
         paths = [str(image["file_name"]) for image in content["images"]]
         return [os.fsencode(path) for path in paths], [path.split("/")[2] for path in paths]
-    except (KeyError, TypeError, IndexError):
+    except (LookupError, TypeError, ValueError):  # the last: a lone surrogate is no file name
         raise DataError(
             f"{printable(path)}: not a list of iNaturalist 2018; expected images with a file_name "
             f"like train_val2018/Aves/2761/x.jpg"

@@ -6,17 +6,17 @@ import io
 import os
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import read_regular
 from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import Files, has_splits, open_split
 from stopmim.data.sources.scanning import SUFFIXES, class_folders
-from stopmim.data.sources.source import Source, Split, no_split, printable
+from stopmim.data.sources.source import MAX_FILE, Source, Split, no_split, printable
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
@@ -50,7 +50,7 @@ def _open_list(path: str, root: str) -> Files:
     """
     name = printable(path)
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path, MAX_FILE)
     except OSError as error:
         raise DataError(f"{name}: this list cannot be read: {error.strerror}") from None
     paths, labels = parse_list(name, data)

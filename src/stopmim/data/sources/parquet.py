@@ -4,20 +4,21 @@ import contextlib
 import hashlib
 import json
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, one_line
 from stopmim.data.rasters.raster import Stored
 from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards, places
-from stopmim.data.sources.source import Source, printable
+from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
@@ -174,7 +175,9 @@ def parquet_file(
 def _known_contents(files: Sequence[str], i: int) -> tuple[Contents, int]:
     """Contents and size of a file; of a remote one they are kept, so that it is read once."""
     if not isinstance(files, RemoteFiles):
-        return _read_contents(files[i]), os.stat(files[i]).st_size
+        with open_to_read(files[i], MAX_SHARD) as file:
+            size = os.fstat(file.fileno()).st_size
+        return _read_contents(files[i], size), size
     remote = files.remotes[i]
     key, size = json.dumps([remote.url, *remote.state]).encode(), remote.about.size
     if (kept := cache.load("parquet", key)) is not None:
@@ -182,7 +185,7 @@ def _known_contents(files: Sequence[str], i: int) -> tuple[Contents, int]:
         groups = [(int(rows), int(most)) for rows, most in kept["groups"]]
         labels = {k.removeprefix("label "): v for k, v in kept.items() if k.startswith("label ")}
         return Contents(column, classes, groups, labels), size
-    found = _read_contents(files[i])
+    found = _read_contents(files[i], size)
     arrays = {f"label {name}": values for name, values in found.labels.items()}
     arrays["about"] = np.frombuffer(json.dumps([found.column, found.classes]).encode(), np.uint8)
     arrays["groups"] = np.array(found.groups, np.int64).reshape(-1, 2)
@@ -190,7 +193,7 @@ def _known_contents(files: Sequence[str], i: int) -> tuple[Contents, int]:
     return found, size
 
 
-def _read_contents(path: str) -> Contents:
+def _read_contents(path: str, size: int) -> Contents:
     arrow, parquet = _pyarrow(path)
     types, name = arrow.types, printable(os.path.basename(path))
 
@@ -200,6 +203,8 @@ def _read_contents(path: str) -> Contents:
 
     with parquet.ParquetFile(path, pre_buffer=False) as file:
         schema, about = file.schema_arrow, file.metadata
+        if twice := [field for field, n in Counter(schema.names).items() if n > 1]:
+            raise DataError(f"{name}: two columns are called {printable(twice[0])[:200]}")
         images = [field.name for field in schema if holds_images(field.type)]
         if not images:
             raise DataError(
@@ -207,14 +212,20 @@ def _read_contents(path: str) -> Contents:
                 f"got {printable(', '.join(schema.names))[:200]}"
             )
         numbers = [field.name for field in schema if types.is_integer(field.type)]
+        # A column of one value takes no room in the file, but eight bytes a row in memory, twice.
+        expanded = 16 * about.num_rows * (len(numbers) + 1)
+        if expanded > max(MAX_EXPANDED, 4 * size):
+            what = f"{about.num_rows} rows of {len(numbers)} numbers in a file of {size} bytes"
+            raise DataError(f"{name}: {what}; STOPMIM_MAX_BYTES={expanded} allows it")
         table = file.read(columns=numbers, use_threads=False)
     groups = [about.row_group(g) for g in range(about.num_row_groups)]
     sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-    if (vast := max((size for _, size in sizes), default=0)) > MAX_GROUP:
+    # Images hardly compress: what expands a lot is no image.
+    if (vast := max((n for _, n in sizes), default=0)) > min(MAX_GROUP, MAX_EXPANDED + 4 * size):
         advice = "rewrite the file with row_group_size=100"
         raise DataError(f"{name}: a row group of {vast} bytes; {advice}")
     whole = [column for column in numbers if table.column(column).null_count == 0]
-    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64) for c in whole}
+    labels = {label_name(c): table.column(c).to_numpy().astype(np.int64, copy=False) for c in whole}
     return Contents(images[0], _class_names(schema), sizes, labels)
 
 
@@ -227,7 +238,7 @@ def _class_names(schema: Any) -> list[str]:
             for column, feature in features.items()
             if label_name(column) == "class" and feature["_type"] == "ClassLabel"
         )
-    except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
+    except (KeyError, TypeError, AttributeError, ValueError, StopIteration, RecursionError):
         return []
 
 

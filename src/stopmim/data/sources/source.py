@@ -13,9 +13,15 @@ from typing import Any, Literal
 import numpy as np
 
 from stopmim.base.errors import DataError, NoPartError
+from stopmim.base.files import read_regular
 from stopmim.data.images import Images
 
 Split = Literal["train", "test"]
+
+MAX_SHARD = 2**46  # bytes of a file that is read in parts: more than any file system has
+# Bytes to which a compressed archive or table may expand in memory, if it is small itself.
+MAX_EXPANDED = int(os.environ.get("STOPMIM_MAX_BYTES", 2**29))
+MAX_FILE = 400_000_000  # bytes of a list or a description; the scenes of CLEVR are the longest
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ def contains(folder: str, *names: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file of at most `MAX_FILE` bytes."""
     try:
-        return path.read_bytes()
+        return read_regular(path, MAX_FILE)
     except OSError as error:  # a missing file is a missing split: each has its own
         kind = NoPartError if isinstance(error, FileNotFoundError) else DataError
         raise kind(f"{printable(path)}: {error.strerror}") from None
@@ -58,7 +65,7 @@ def read_bytes(path: Path) -> bytes:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{printable(path)}: not JSON: {str(error)[:100]}") from None
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stopmim.base.errors import DataError
+from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
@@ -32,7 +33,7 @@ from stopmim.data.sources.shards import (
     progress,
     states,
 )
-from stopmim.data.sources.source import PackedPaths, Source, Split, printable
+from stopmim.data.sources.source import MAX_SHARD, PackedPaths, Source, Split, printable
 
 BLOCK = 512
 AHEAD = 2**14  # bytes read at once: small members beside an image come with its header
@@ -116,7 +117,7 @@ class Tar(Shards):
             raise BadImageError(f"more than {MAX_BYTES} bytes")
         try:
             # Opened for each image: no state to share with, or to send to, another process.
-            with open(self.files[self._chunk(i)], "rb", buffering=0) as file:
+            with open_to_read(self.files[self._chunk(i)], MAX_SHARD) as file:
                 data = os.pread(file.fileno(), size, at)
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
@@ -173,9 +174,10 @@ def _samples(path: str) -> Shard:
         found.extend(image._replace(start=b"", label=label) for image in chosen)
 
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block forever
+        opened = open_to_read(path, MAX_SHARD)
     except OSError as error:
         return Shard(found, error.strerror or type(error).__name__, 0)
+    file = opened.fileno()
     try:
         for member in walk(file):
             folder, _, base = member.name.rpartition(b"/")
@@ -195,7 +197,7 @@ def _samples(path: str) -> Shard:
     except (DamagedError, OSError) as error:
         problem = str(error)
     finally:
-        os.close(file)
+        opened.close()
     before = len(found)
     flush()
     return Shard(found, problem, len(found) - before if problem and label is None else 0)
@@ -294,14 +296,14 @@ def _number(field: bytes) -> int:
 
 def _pax(data: bytes) -> dict[bytes, bytes]:
     """Parses records of the form ``<length> <key>=<value>\\n``."""
-    records = {}
-    while data.strip(b"\0"):
-        digits, _, _ = data[:10].partition(b" ")
+    records, at, data = {}, 0, data.rstrip(b"\0")
+    while at < len(data):
+        digits, _, _ = data[at : at + 10].partition(b" ")
         length = int(digits) if digits.isdigit() else 0
-        if not len(digits) + 1 < length <= len(data):
+        if not len(digits) + 1 < length <= len(data) - at:
             raise DamagedError("broken pax header")
-        key, _, value = data[len(digits) + 1 : length - 1].partition(b"=")
-        records[key], data = value, data[length:]
+        key, _, value = data[at + len(digits) + 1 : at + length - 1].partition(b"=")
+        records[key], at = value, at + length
     return records
 
 

@@ -6,6 +6,7 @@ Weights have the names of files on the hub, which every version of transformers 
 import json
 import re
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,18 @@ class HuggingFace(Format):
     library = "transformers"
 
     def recognises(self, file: WeightFile) -> bool:
-        return (file.path / "config.json").is_file()  # not an export for timm: see WeightFile.at
+        return exists(file.path / "config.json")  # not an export for timm: see WeightFile.at
 
     def encoder(self, file: WeightFile, branch: vit.Branch) -> VisionTransformer:
         folder, config = file.path, read_json(file.path / "config.json")
         with vit.refusing(f"{folder / 'config.json'}: unreadable"):
             kind, act = config["model_type"], config.get("hidden_act", "gelu")
-            own = int(config["num_attention_heads"])
-            eps = float(config.get("layer_norm_eps", 1e-12))
+            eps = config.get("layer_norm_eps", 1e-12)
+            own, eps = vit.heads_and_eps(config["num_attention_heads"], eps)
         if kind not in KINDS or act != "gelu":
             known = f"known are {', '.join(KINDS)} with gelu"
             raise CheckpointError(f"{folder}: a {kind} model with {act}; {known}")
-        files = [folder / name for name in FILES if (folder / name).is_file()]
+        files = [folder / name for name in FILES if exists(folder / name)]
         if not files:
             raise CheckpointError(f"{folder / FILES[0]}: no such file")
         weights = from_huggingface(read_tree(files[0]), str(folder))
@@ -150,7 +151,9 @@ def from_huggingface(tree: Any, source: str) -> vit.State:
     tree = {LAYER_IN_MEMORY.sub(_name_in_files, key): value for key, value in tree.items()}
     left = vit.tensors({k: v for k, v in tree.items() if not k.startswith(NOT_ENCODER)}, source)
     weights = {}
-    for ours, theirs in _names(vit.block_count(left, "encoder.layer.")).items():
+    with vit.refusing(source):
+        depth = vit.block_count(left, "encoder.layer.")
+    for ours, theirs in _names(depth).items():
         parts = [left.pop(name) for name in theirs if name in left]
         if parts and len(parts) < len(theirs):
             missing = next(name for name in theirs if name not in tree)

@@ -1,6 +1,7 @@
 """Our own run directories and checkpoints; runs/checkpoint.py defines and writes them."""
 
 from dataclasses import replace
+from os.path import isdir
 from typing import Any
 
 from stopmim.config.schema import Config
@@ -15,7 +16,7 @@ class OwnRun(Format):
     name = "stopmim run"
 
     def recognises(self, file: WeightFile) -> bool:
-        return file.path.is_dir()  # any other folder is refused by `checkpoint.load_model`
+        return isdir(file.path)  # any other folder is refused by `checkpoint.load_model`
 
     def model(self, file: WeightFile) -> MaskedImageModel:
         return checkpoint.load_model(file.path)
