@@ -24,8 +24,9 @@ data.crops data.decode data.images data.index_cache data.scene data.sources data
 data.resident data.subset data.transform data.workers data.sources.source data.loading data.skip
 data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts data.sources.lists
 data.sources.scenes data.sources.shards data.videos data.sources.parquet data.sources.tar
-data.sources.open data data.duplicates data.facts data.check
-runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
+data.sources.open data data.duplicates data.facts data.verify data.check
+runs runs.identity runs.lock runs.logs runs.checkpoint runs.saver runs.verdict runs.run
+runs.next_commands runs.repair
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
