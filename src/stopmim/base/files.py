@@ -1,7 +1,8 @@
 """Files that survive a crash, and that no link leads elsewhere: JSON lines, and replaced files.
 
 A line of JSON ends in ``"~": "NUMBER:CRC"``, its place in the file and the CRC-32 of the rest, so
-that damaged and missing lines are noticed. Lines of old versions, and of others, do without.
+that damaged and missing lines are noticed. Lines of old versions do without: ``NUMBER/OLD:CRC``
+says that the file began with OLD of them.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from stopmim.base.errors import StorageError
 
 NEW = ".new-"  # temporary files begin like this
 CHECK = "~"  # the key of the check of a line
-_CHECKED = re.compile(rb'(, |\{)"~": "(\d{1,15}):([0-9a-f]{8})"\}')
-_VALUE = re.compile(r"\d+:[0-9a-f]{8}")
+_CHECKED = re.compile(rb'(, |\{)"~": "(\d{1,15})(?:/(\d{1,15}))?:([0-9a-f]{8})"\}')
+_VALUE = re.compile(r"\d+(/\d+)?:[0-9a-f]{8}")
 
 # ------------------------------------------------------------------------------ JSON lines
 
@@ -34,6 +35,7 @@ class Line(NamedTuple):
     text: bytes
     tree: dict[str, Any] | None  # without the check; None: damaged
     number: int | None = None  # its place in the file; None without a check
+    old: int = 0  # lines without a check at the beginning of the file
 
 
 def parse_jsonl(path: Path) -> list[Line]:
@@ -44,14 +46,22 @@ def parse_jsonl(path: Path) -> list[Line]:
         return []
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error.strerror}") from None
-    return [_parse(text) for text in data.split(b"\n") if text.strip()]
+    lines = [_parse(text) for text in data.split(b"\n") if text.strip()]
+    checks = [line.old for line in lines if line.number is not None]
+    left = max(checks) if checks else len(lines)
+    for i, line in enumerate(lines):
+        if line.tree is not None and line.number is None:
+            left -= 1
+            if left < 0:  # the check is what was damaged
+                lines[i] = Line(line.text, None)
+    return lines
 
 
 def _parse(text: bytes) -> Line:
     found = _CHECKED.fullmatch(text, max(0, text.rfind(b'"~"') - 2))
     if found:
         text_before = text[: found.start()] + (b"}" if found[1] == b", " else b"{}")
-        if zlib.crc32(text_before) != int(found[3], 16):
+        if zlib.crc32(text_before) != int(found[4], 16):
             return Line(text, None)
     try:
         tree = json.loads((text_before if found else text).decode())
@@ -60,7 +70,7 @@ def _parse(text: bytes) -> Line:
     if not isinstance(tree, dict):
         return Line(text, None)
     if found:
-        return Line(text, tree, int(found[2]))
+        return Line(text, tree, int(found[2]), int(found[3] or 0))
     # A check whose key or value is damaged, as opposed to none.
     last = next(reversed(tree.values()), None)
     torn = CHECK in tree or (isinstance(last, str) and _VALUE.fullmatch(last))
@@ -72,38 +82,48 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     return (line.tree for line in parse_jsonl(path) if line.tree is not None)
 
 
-def count_lines(lines: Sequence[Line]) -> tuple[int, int, int]:
-    """How many of `lines` are damaged, how many are missing, and the number of the next one."""
-    damaged = missing = following = 0
+class Count(NamedTuple):
+    """How many lines of a file are damaged and missing, and what the check of the next one says."""
+
+    damaged: int
+    missing: int
+    following: int  # the number of the next line
+    old: int  # lines without a check
+
+
+def count_lines(lines: Sequence[Line]) -> Count:
+    damaged = missing = following = old = 0
     for line in lines:
         damaged += line.tree is None
+        old += line.tree is not None and line.number is None
         if line.number is not None:
             missing += max(0, line.number - following)
             following = max(following, line.number)
         following += 1
-    return damaged, missing, following
+    return Count(damaged, missing, following, old)
 
 
-def checked(tree: dict[str, Any], number: int) -> str:
+def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:
     """The line of JSON for `tree`, with its check."""
     text = json.dumps(tree)
     begin = text[:-1] + (", " if tree else "")
-    return f'{begin}"{CHECK}": "{number}:{zlib.crc32(text.encode()):08x}"}}\n'
+    place = f"{number}/{old}" if old else str(number)
+    return f'{begin}"{CHECK}": "{place}:{zlib.crc32(text.encode()):08x}"}}\n'
 
 
-def append_jsonl(path: Path, *trees: dict[str, Any], number: int | None = None) -> None:
+def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None) -> None:
     """Appends lines in one write: a kill before or after it leaves none of them, or all.
 
-    Without the `number` of the first one, the lines that are there are counted.
+    Without the `count` of the lines that are there, they are counted.
     """
-    first = count_lines(parse_jsonl(path))[2] if number is None else number
-    text = "".join(checked(tree, first + i) for i, tree in enumerate(trees))
+    known = count or count_lines(parse_jsonl(path))
+    lines = [checked(tree, known.following + i, known.old) for i, tree in enumerate(trees)]
     handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     with open(handle, "ab+", buffering=0) as file:
         # If a full disk tore the last line, start a new one: this line must stay readable.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
-        data = (begin + text).encode()
+        data = (begin + "".join(lines)).encode()
         while data:  # a disk with room for a part of it writes that part
             data = data[file.write(data) :]
 

@@ -21,7 +21,7 @@ from stopmim.data.sources.folder import describe_others
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
-from stopmim.data.verify import Verified
+from stopmim.data.verify import Verified, spread
 from stopmim.data.verify import verify as compare
 from stopmim.method.build import configure
 
@@ -249,8 +249,7 @@ def check(
 
 def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, float]:
     """Facts about the images, or `limit` of them, and the seconds that this took."""
-    count = min(limit or len(images), len(images))
-    numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
+    numbers = spread(len(images), limit or len(images))
     begin, runtime = time.monotonic(), config.runtime
     facts = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
     return facts, time.monotonic() - begin

@@ -48,7 +48,7 @@ def inspect_images(
     rows, bad, kinds = [np.empty(0, ROW)], list[tuple[int, str]](), Counter[str]()
     small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(partial(_inspect, watched), chunks, watched):
+        for found in batches(partial(look_at, watched), chunks, watched):
             before = sum(kinds.values())
             rows.append(found.rows)
             small.append(found.thumbnails[-before % every :: every].copy())
@@ -61,7 +61,8 @@ def inspect_images(
     return Facts(np.concatenate(rows), kinds, bad, np.arange(len(thumbnails)) * every, thumbnails)
 
 
-def _inspect(watched: Watched, numbers: list[int]) -> Facts:
+def look_at(watched: Watched, numbers: list[int]) -> Facts:
+    """Facts about these images, read in this process."""
     rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
     for number in numbers:
         with collect_files() as files:

@@ -6,17 +6,21 @@ would change a run that is resumed.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from stopmim.base.console import busy
 from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
-from stopmim.data.facts import Facts, inspect_images
+from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images
+from stopmim.data.workers import Watched, batches
 
 NAME = "hashes.jsonl"
+CHUNK = 8  # images per answer of a worker
 
 
 def spread(total: int, count: int) -> list[int]:
@@ -28,7 +32,13 @@ def digests(
     images: Images, numbers: Sequence[int], workers: int | None, timeout: float
 ) -> dict[int, str]:
     """Hashes of the readable ones of these images: of the file, or else of the pixels."""
-    return _of(inspect_images(images, numbers, workers, timeout))
+    watched = Watched(images, workers, timeout)
+    chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
+    found: dict[int, str] = {}
+    with busy("comparing images with those of the first start"):
+        for facts in batches(partial(look_at, watched), chunks, watched):
+            found |= _of(facts)
+    return found
 
 
 def _of(facts: Facts) -> dict[int, str]:

@@ -23,22 +23,27 @@ class Lines:
 
     def __init__(self, path: Path, lines: list[Line]) -> None:
         self.path = path
-        self.count = count_lines(lines)[2]  # lines so far, lost ones too
+        self.count = count_lines(lines)
         self.waiting: list[dict[str, Any]] = []
 
     def write(self, *lines: dict[str, Any]) -> None:
         is_first_failure = not self.waiting
         self.waiting += lines
-        self.count += len(lines)
         if place_of(self.path.parent).path != self.path.parent:
             return  # of another run, perhaps: the next save finds out
         try:
             while self.waiting:
-                append_jsonl(self.path, self.waiting[0], number=self.count - len(self.waiting))
+                append_jsonl(self.path, self.waiting[0], count=self.count)
+                self.count = self.count._replace(following=self.count.following + 1)
                 del self.waiting[0]
         except OSError as error:
             if is_first_failure:
                 warn(f"{self.path}: cannot write: {error.strerror}; will try again")
+
+    @property
+    def logged(self) -> int:
+        """Number of lines so far, with those that wait or are lost."""
+        return self.count.following + len(self.waiting)
 
     def move(self, folder: Path) -> None:
         """Continues the file of the same name in `folder`."""
@@ -63,7 +68,7 @@ class Metrics(Lines):
         if file.is_symlink() or not file.exists() or read_regular(file) != text:
             write_whole(file, text)
         super().__init__(file, kept)
-        self.count = max(self.count, logged)
+        self.count = self.count._replace(following=max(self.count.following, logged))
         if said := lost_lines(file, logged):
             warn(f"{path}: {said}; training goes on")
 
@@ -99,7 +104,7 @@ class BadFiles(Lines):
 
 def lost_lines(path: Path, logged: int = 0) -> str:
     """How many lines of a log are damaged or missing, in words, or ""."""
-    damaged, missing, following = count_lines(parse_jsonl(path))
+    damaged, missing, following, _ = count_lines(parse_jsonl(path))
     missing += max(0, logged - following)
     counts = {"damaged": damaged, "missing": missing}
     said = ", ".join(f"{n} {word}" for word, n in counts.items() if n)

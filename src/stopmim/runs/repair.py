@@ -143,8 +143,8 @@ class Repair:
             return
         lines = parse_jsonl(file)
         bad = [line for line in lines if line.tree is None]
-        _, missing, following = count_lines(lines)
-        missing += max(0, logged - following)
+        count = count_lines(lines)
+        missing = count.missing + max(0, logged - count.following)
         if bad and not self.dry_run:
             place = own_folder(self.path / ASIDE) / name
             handle = open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -106,7 +106,7 @@ class Saver:
         scaler = self.scaler.state_dict() if self.scaler else None
         about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
         about |= {"run": binding(self.about)}
-        about |= {"logged": self.log.count} if self.log else {}
+        about |= {"logged": self.log.logged} if self.log else {}
         os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
