@@ -109,7 +109,7 @@ def strip(path: Path) -> None:
 
 
 def test_an_old_checkpoint_with_another_config_is_refused_too(tmp_path: Path) -> None:
-    own, other = begun(tmp_path / "own"), begun(tmp_path / "other", **{"optim.lr": 1e-3})
+    own, other = begun(tmp_path / "own"), begun(tmp_path / "other", optim={"lr": 1e-3})
     for run in (own, other):
         about = {key: value for key, value in run.about.items() if key not in ("id", "check")}
         (run.path / "run.json").write_text(json.dumps(about))

@@ -236,7 +236,7 @@ def test_the_heart_beats_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lock, "BEAT", 0.02)
     monkeypatch.setattr(lock, "now", lambda: f"{time.monotonic():20.9f}")
     with claimed(tmp_path):
-        seen = set()
+        seen = set[str | None]()
         until = time.monotonic() + 20
         while len(seen) < 3 and time.monotonic() < until:
             seen.add(owner_of(tmp_path).get("beat"))

@@ -62,6 +62,12 @@ def linked(run: Path) -> None:
         (run / name).symlink_to(run.parent / "victim")
 
 
+def leave(run: Path) -> None:
+    (run / "checkpoints" / ".tmp-00000007-abc").mkdir()
+    (run / ".new-0123").write_text("half")
+    (run / ".report.html.tmp").write_text("half")
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-30])
 
@@ -87,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
     ),
     "another run's checkpoint": (stranger, "of another run: its run id is", 6),
     "all checkpoints": (
-        lambda run: [flip(file) for file in run.glob("checkpoints/*/model.safetensors")],
+        lambda run: list(map(flip, run.glob("checkpoints/*/model.safetensors"))),
         "no checkpoint is left: the command that started the run starts it again",
         0,
     ),
@@ -100,11 +106,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "results line": (lambda run: flip(run / "results.jsonl"), "1 damaged lines of results", 6),
     "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
     "leftovers": (
-        lambda run: [
-            (run / "checkpoints" / ".tmp-00000007-abc").mkdir(),
-            (run / ".new-0123").write_text("half"),
-            (run / ".report.html.tmp").write_text("half"),
-        ],
+        leave,
         "removed   .new-0123, left by a killed process",
         6,
     ),

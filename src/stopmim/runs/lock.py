@@ -63,8 +63,8 @@ class Claim:
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT):
-            if owner_of(self.path).get("claim", "") != self.owner["claim"]:
-                continue  # taken over, or moved: `place` says so
+            if self.place().problem:
+                continue  # it may be another machine's: the next save finds out
             with contextlib.suppress(OSError):  # a full disk, or a server that is away
                 self.write()
 
@@ -78,7 +78,7 @@ class Claim:
         if not (self.path / "run.lock").exists():
             return Place(self.path, f"{self.path}: run.lock was removed while it ran")
         owner = owner_of(self.path)
-        mine = owner.get("claim") == self.owner["claim"]
+        mine = owner.get("claim", self.owner["claim"]) == self.owner["claim"]
         if not mine or not _is_same(self.path / "run.lock", self.lock):
             return Place(None, f"{self.path}: was taken over by {_said(owner)}")
         return Place(self.path)
