@@ -39,6 +39,12 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def spoil(file: Path) -> None:
+    """Changes a letter of the first key of the last line."""
+    *before, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(before) + last.replace('{"', '{"_', 1))
+
+
 def edit(run: Path) -> None:
     about = json.loads((run / "run.json").read_text())
     about["starts"][0]["threads"] = 7
@@ -97,13 +103,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
         "no checkpoint is left: the command that started the run starts it again",
         0,
     ),
-    "metrics line": (lambda run: flip(run / "metrics.jsonl"), "1 damaged lines of metrics", 6),
+    "metrics line": (lambda run: spoil(run / "metrics.jsonl"), "1 damaged lines of metrics", 6),
     "metrics gone": (
         lambda run: (run / "metrics.jsonl").unlink(),
         "6 lines of metrics.jsonl are",
         6,
     ),
-    "results line": (lambda run: flip(run / "results.jsonl"), "1 damaged lines of results", 6),
+    "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged lines of results", 6),
     "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
     "leftovers": (
         leave,
