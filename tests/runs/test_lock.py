@@ -170,8 +170,10 @@ def test_links_to_a_run_and_to_its_checkpoints_work(whole: Run, tmp_path: Path) 
     (tmp_path / "real" / "checkpoints").symlink_to(tmp_path / "large" / "checkpoints")
     (tmp_path / "run").symlink_to(tmp_path / "real")
     pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=4)
+    (tmp_path / "real" / ".new-0123.json").write_text("half")  # left by a kill
     assert_same_run(pretrain(NoiseImages(), tmp_path / "run", tiny()), whole)
     assert len(list((tmp_path / "large" / "checkpoints").iterdir())) == 2
+    assert not list((tmp_path / "real").glob(".*"))
 
 
 # ------------------------------------------------------------------------------ other machines
