@@ -55,7 +55,7 @@ def untouched(victim: Path) -> bool:
         ("features {images} --encoder {run} --out {run}/f.npz", ["f.npz", ".f.tmp.npz"], 0),
         ("features {images} --encoder {run} --out {run}/f.csv", ["f.csv", ".f.tmp.csv"], 0),
         ("check {images} --preset tiny_cpu --fix-list {run}/l.jsonl", ["l.jsonl"], 0),
-        ("check {images} --preset tiny_cpu --verify {run}", ["hashes.jsonl"], 3),
+        ("check {images} --preset tiny_cpu --against {run}", ["hashes.jsonl"], 3),
         ("repair {run}", ["damaged/metrics.jsonl", "run.lock", "results.jsonl"], 0),
         ("export {run} --to safetensors --out {run}/out", [".out"], 0),
     ],

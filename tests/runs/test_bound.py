@@ -171,7 +171,7 @@ def test_a_picture_of_the_same_size_but_another_content_is_noticed(tmp_path: Pat
     run = pretrain(folder, tmp_path / "run", tiny(), stop_at=3)
     assert len(run.about["data"]["sample"]) == 40
     change(folder / "part1" / "013.png")
-    said = r"1 of 40 images that were looked at .* such as part1/013\.png; .*check DATA --verify"
+    said = r"1 of 40 images that were looked at .* such as part1/013\.png; .*check DATA --against"
     with pytest.raises(DataError, match=said):
         pretrain(folder, tmp_path / "run", tiny())
 
@@ -184,13 +184,13 @@ def test_of_many_pictures_a_sample_is_kept(tmp_path: Path) -> None:
     assert max(np.diff(numbers)) <= 4
 
 
-def test_check_verify_records_all_pictures_and_then_compares_them(
+def test_check_against_a_run_records_all_pictures_and_then_compares_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_folder(tmp_path / "images")
     run = pretrain(folder, tmp_path / "run", tiny(), stop_at=1)
     words = ["check", str(folder), "--preset", "tiny_cpu", "--runtime.workers", "0"]
-    words += ["--optim.batch_size", "8", "--verify", str(run.path)]
+    words += ["--optim.batch_size", "8", "--against", str(run.path)]
     assert main([*words, "--limit", "3"]) == 0
     assert not (run.path / "hashes.jsonl").exists()
     assert main(words) == 0
@@ -210,7 +210,7 @@ def test_check_verify_records_all_pictures_and_then_compares_them(
 def test_a_record_of_pictures_notices_its_own_damage(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", n=9)
     words = ["check", str(folder), "--preset", "tiny_cpu", "--runtime.workers", "0"]
-    words += ["--optim.batch_size", "8", "--verify", str(tmp_path / "list.jsonl")]
+    words += ["--optim.batch_size", "8", "--against", str(tmp_path / "list.jsonl")]
     assert main(words) == 0
     text = (tmp_path / "list.jsonl").read_text()
     (tmp_path / "list.jsonl").write_text(text.replace('"sha256": "', '"sha256": "0', 1))

@@ -21,8 +21,7 @@ from stopmim.data.sources.folder import describe_others
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
-from stopmim.data.verify import Verified, spread
-from stopmim.data.verify import verify as compare
+from stopmim.data.verify import Verified, spread, verify
 from stopmim.method.build import configure
 
 SHOWN = 20  # broken images that are listed
@@ -198,7 +197,7 @@ def check(
     *,
     fix_list: Path | None = None,
     limit: int | None = None,
-    verify: Path | None = None,
+    against: Path | None = None,
 ) -> Report:
     """Reads the images of `data`, and of its test split, as a run would, on all cores.
 
@@ -206,7 +205,7 @@ def check(
         preset: the planned training, with `changes` of config keys; sizes are compared with it.
         fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
         limit: number of images to read of each split, evenly spaced.
-        verify: a run, or a .jsonl file: compares the content of all images with what was recorded
+        against: a run, or a .jsonl file: compares the content of all images with what was recorded
             there the first time.
     """
     if limit is not None and limit < 1:
@@ -237,7 +236,7 @@ def check(
         _report(source, config, images, facts, found, seconds)
         for (source, images), (facts, seconds), found in zip(splits, read, copies, strict=True)
     ]
-    verified = compare(images, read[0][0], verify) if verify else None
+    verified = verify(images, read[0][0], against) if against else None
     report = replace(reports[0], refused=refused, verified=verified)
     if test is not None:
         leaked = _leaked(images, test, [facts for facts, _ in read], copies)

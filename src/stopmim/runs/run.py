@@ -6,7 +6,7 @@ metrics.jsonl    one line per logged step
 checkpoints/     see checkpoint.py
 bad_files.jsonl  images that could not be read, each once
 results.jsonl    one line per evaluation
-hashes.jsonl     content of every image, written by `stopmim check --verify`
+hashes.jsonl     content of every image, written by `stopmim check --against`
 damaged/         what `stopmim repair` has moved away
 report.html      written by `stopmim report`
 """
@@ -161,7 +161,7 @@ def _same_content(path: Path, sample: object, images: Images, config: Config) ->
         raise DataError(
             f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
             f"content than at the first start, such as {images.name(changed[0])}; put them back, "
-            f"or choose another --out; stopmim check DATA --verify {path} compares all"
+            f"or choose another --out; stopmim check DATA --against {path} compares all"
         )
 
 

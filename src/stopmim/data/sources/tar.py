@@ -20,6 +20,7 @@ from stopmim.data import index_cache as cache
 from stopmim.data.decode import EXTENSIONS, BadImageError, decode
 from stopmim.data.images import file_state
 from stopmim.data.sources.folder import MAX_BYTES
+from stopmim.data.sources.packed import read_index
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable
 
@@ -83,6 +84,11 @@ class Tar(Shards):
         self.labels = {"class": index["label"]} if len(index["label"]) else {}
         self.fingerprint = index["fingerprint"].tobytes().decode()
         self.unreadable = index["unreadable"].tobytes().decode().splitlines()
+        folders = {os.path.dirname(file) for file in self.files}
+        packed = read_index(folders.pop()) if len(folders) == 1 else None
+        self.classes = packed.classes if packed and self.labels else []
+        # The order of so few is that of a folder: a run on either sees the same.
+        self.any_order = packed is not None and len(self) <= WINDOW
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(
