@@ -29,8 +29,9 @@ data.rasters.windows data.rasters.open data.sources.formed data.sources.scanning
 data.sources.layouts data.sources.lists data.sources.groups data.planes data.protocols data.fetch
 data.remote_cache data.sources.shards data.sources.parquet data.sources.tar data.ahead data.workers
 data.encoded data.loading data.looking data.facts data.sources.datasets_library
-data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.check
-runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
+data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.verify data.check
+runs runs.verdict runs.identity runs.checkpoint runs.lock runs.logs runs.saver runs.run
+runs.next_commands runs.repair
 weights weights.filters weights.formats weights.vit weights.format weights.card
 weights.formats.data2vec weights.formats.huggingface weights.formats.mae weights.formats.onnx
 weights.formats.plain_vit weights.formats.run weights.formats.stop_ijepa weights.formats.timm

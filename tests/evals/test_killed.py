@@ -3,7 +3,6 @@
 What it has in the cache by then was written by the one that was killed.
 """
 
-import json
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stopmim.base.files import parse_jsonl
 from stopmim.cli import main
 
 # Low-shot has a view, and so features, of its own here.
@@ -47,7 +47,9 @@ def data(tmp_path: Path) -> list[str]:
 def lines(out: Path) -> list[dict[str, object]]:
     """Every line of the file of results, none of them torn."""
     file = out / "results.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = parse_jsonl(file)
+    assert all(line.tree is not None and line.number is not None for line in found)
+    return [line.tree for line in found if line.tree is not None]
 
 
 def attempt(words: list[str], out: Path, fault: str | None = None) -> tuple[int, str]:

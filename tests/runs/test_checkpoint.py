@@ -149,3 +149,100 @@ def test_a_path_without_a_checkpoint_is_one_line(tmp_path: Path, name: str) -> N
     with pytest.raises(CheckpointError) as caught:
         load_encoder(tmp_path / name)
     assert len(str(caught.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------ while it trains
+
+
+class Live:
+    """A run that saves and prunes whenever somebody has looked at its newest checkpoint."""
+
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.run, self.left = run, times
+        self.verify = checkpoint.verify
+        monkeypatch.setattr(checkpoint, "verify", self)
+
+    def __call__(self, path: Path) -> str | None:
+        found = self.verify(path)
+        newest = sorted(path.parent.glob("step-*"))[-1]
+        if self.left and path == newest:
+            self.left -= 1
+            shutil.copytree(path, path.with_name(f"step-{int(path.name[5:]) + 1:08d}"))
+            shutil.rmtree(path)
+        return found
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("command", ["eval", "inspect", "report", "model", "doctor"])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(
+    copy: Run, monkeypatch: pytest.MonkeyPatch, command: str, times: int
+) -> None:
+    from stopmim.cli import main
+    from stopmim.evals.inputs import open_at
+    from stopmim.weights.inspect import identify
+
+    live = Live(copy, monkeypatch, times)
+    match command:
+        case "eval":
+            assert open_at(str(copy.path))[1] == 4  # state.json still says so
+        case "inspect":
+            assert identify(copy.path).step == 4
+        case "model":
+            assert copy.model() is not None
+        case "doctor":
+            assert main(["doctor", str(copy.path), "--data", "scenes:16:24"]) in range(14)
+        case _:
+            assert main(["report", str(copy.path), "--data", "scenes:16:24"]) == 0
+            assert "A checkpoint" not in (copy.path / "report.html").read_text()
+    assert live.left == 0
+
+
+def test_a_checkpoint_that_is_damaged_and_stays_is_still_an_error(copy: Run) -> None:
+    for path in (copy.path / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="0 bytes, not"):
+        copy.model()
+
+
+@pytest.mark.parametrize("link", ["/dev/zero", "pipe"])
+def test_a_manifest_that_names_what_never_ends_is_refused(
+    copy: Run, tmp_path: Path, link: str
+) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    newest = copy.checkpoint
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"]["endless"] = {"bytes": 0, "sha256": ""}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    (newest / "endless").symlink_to(tmp_path / link)
+    assert "not a regular file" in str(checkpoint.verify(newest))
+    (newest / "manifest.json").unlink()
+    (newest / "manifest.json").symlink_to(tmp_path / link)
+    assert "not a regular file" in str(checkpoint.verify(newest))
+
+
+@pytest.mark.parametrize(
+    ("manifest", "state"),
+    [({"format": "x"}, None), (None, []), (None, {"step": 4}), (None, {"config": {}}), ([], None)],
+    ids=str,
+)
+def test_manifests_and_states_that_lack_a_key_are_passed_over(
+    copy: Run, manifest: object, state: object
+) -> None:
+    import hashlib
+
+    newest = copy.checkpoint
+    if state is not None:
+        (newest / "state.json").write_text(json.dumps(state))
+    text = (newest / "state.json").read_bytes()
+    tree = json.loads((newest / "manifest.json").read_text())
+    sums = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+    tree["files"]["state.json"] = sums
+    if isinstance(manifest, dict):
+        tree |= manifest
+    (newest / "manifest.json").write_text(json.dumps(tree if manifest != [] else []))
+    found, damaged = checkpoint.latest(copy.path)
+    assert found is not None
+    assert found.name == "step-00000003"
+    assert len(damaged) == 1

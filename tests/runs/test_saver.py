@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ranks import together
 from stopmim import Run, pretrain
 from stopmim.base import faults
-from stopmim.base.errors import StorageError
+from stopmim.base.errors import NonFiniteError, StorageError
 from stopmim.gpu import copies
 from stopmim.method.build import build, configure
 from stopmim.runs import checkpoint, saver
@@ -283,3 +283,33 @@ def test_files_have_the_mode_that_the_user_wants(tmp_path: Path) -> None:
         os.umask(usual)
     (path,) = (tmp_path / "checkpoints").iterdir()
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+
+
+# ------------------------------------------------------------------------------ non-finite weights
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_are_never_saved(
+    tmp_path: Path, value: float, final: bool
+) -> None:
+    one = some_saver(tmp_path)
+    one.save(1, final=True)
+    with torch.no_grad():
+        next(one.model.parameters()).view(-1)[0] = value
+    if not final:
+        one.save(2, final=False)  # training goes on meanwhile
+    with pytest.raises(NonFiniteError, match=r"not finite at step 2, as .*; nothing was") as caught:
+        one.save(2, final=True) if final else one.finish()
+    assert caught.value.exit_code == 6
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_run_whose_last_update_overflows_ends_with_its_last_good_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The loss of an update is of the weights before it: the next one would have noticed."""
+    huge = {"lr": 1e39, "start_lr": 1e39, "final_lr": 1e39, "epochs": 1, "warmup_epochs": 0}
+    with pytest.raises(NonFiniteError, match="at step 1, as"):
+        pretrain(NoiseImages(8), tmp_path / "huge", tiny(optim=huge))
+    assert not list((tmp_path / "huge" / "checkpoints").glob("step-*"))

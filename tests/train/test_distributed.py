@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ranks import complaints, finish, launched, start, together
 from stopmim import Run, pretrain
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import read_jsonl
 from stopmim.cli import main
 from stopmim.config.schema import Config, override
 from stopmim.data.loading import loader
@@ -444,7 +445,7 @@ def test_broken_images_of_every_rank_reach_the_list(tmp_path: Path) -> None:
     )
     assert [rank.code for rank in ended] == [0, 0]
     alone = pretrain(NoiseImages(broken=broken), tmp_path / "a", config)
-    names = [sorted((tmp_path / x / "bad_files.jsonl").read_text().splitlines()) for x in "ab"]
+    names = [sorted(map(str, read_jsonl(tmp_path / x / "bad_files.jsonl"))) for x in "ab"]
     assert names[0] == names[1]
     assert len(names[0]) == 3
     assert_close(Run(tmp_path / "b"), alone)

@@ -40,7 +40,8 @@ from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint, saver
-from stopmim.runs.run import claimed, git_state
+from stopmim.runs.lock import claimed
+from stopmim.runs.run import git_state
 from stopmim.train import loop as train
 from stopmim.train import step as update
 from stopmim.train.distributed import World
@@ -440,7 +441,7 @@ def test_what_a_killed_process_leaves_behind_does_not_keep_its_run(tmp_path: Pat
 import os, signal, sys, time
 from pathlib import Path
 import torch.multiprocessing as mp
-from stopmim.runs.run import claimed
+from stopmim.runs.lock import claimed
 with claimed(Path(sys.argv[1])):
     worker = mp.Process(target=time.sleep, args=(30,), daemon=True)
     worker.start()

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import stopmim
 from helpers import GOLDEN, seeded
-from stopmim.base.errors import CheckpointError, StorageError, UserError
+from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError, UserError
 from stopmim.cli import main
 from stopmim.config.schema import resolve
 from stopmim.method.build import build
@@ -583,3 +583,36 @@ def test_inspect_of_an_export_knows_it(exports: dict[str, Path]) -> None:
         found = identify(exports[to] / file)
         assert found.project.startswith("Hugging Face, ijepa" if to == "hf" else "stopmim export")
         assert (found.model is not None) == (to == "ijepa")
+
+
+@pytest.mark.parametrize("value", [1e300, float("inf"), float("nan")])
+def test_weights_too_large_for_float32_are_never_exported(
+    exports: dict[str, Path], tmp_path: Path, value: float
+) -> None:
+    """1e300 is finite in a file of float64, and would be infinite in the export."""
+    file = tmp_path / "double.safetensors"
+    weights = {key: x.double() for key, x in load_file(whole_file(exports["safetensors"])).items()}
+    weights["norm.weight"][0] = value
+    with safe_open(whole_file(exports["safetensors"]), "pt") as source:
+        save_file(weights, file, source.metadata())
+    with pytest.raises(CheckpointError, match=r"norm\.weight has values that are not finite"):
+        export(file, "timm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_weights_that_are_written_are_looked_at_once_more(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a format makes of its file on the way."""
+    found = identify(run.path)
+    with torch.no_grad():
+        next(found.encoder.parameters()).view(-1)[0] = float("inf")  # type: ignore[attr-defined]
+    monkeypatch.setattr("stopmim.weights.export.identify", lambda *_: found)
+    with pytest.raises(NonFiniteError, match="nothing was written") as caught:
+        export(run.path, "safetensors", tmp_path / "out")
+    assert caught.value.exit_code == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def whole_file(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))

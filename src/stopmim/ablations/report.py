@@ -19,7 +19,7 @@ from stopmim.ablations.lines import HEALTH, Line, lines, metrics, random_init
 from stopmim.ablations.trial import Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
-from stopmim.base.files import write_whole
+from stopmim.base.files import replaced, write_whole
 from stopmim.config.architectures import printed
 from stopmim.evals.results import Estimate, over_seeds
 from stopmim.insight.analyse import DPI
@@ -138,8 +138,10 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
     drawn = figures(planned, found, before)
     for name, figure in drawn.items():
         with pictures.house_style():
-            figure.savefig(folder / f"{name}.png", dpi=DPI)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            with replaced(folder / f"{name}.png") as temporary:
+                figure.savefig(temporary, dpi=DPI)
+            with replaced(folder / f"{name}.svg") as temporary:
+                figure.savefig(temporary, metadata={"Date": None})
     sections = {
         "Results": numbers(found, before),
         f"Difference to {table.baseline}, seed by seed": differences(table.baseline, found),

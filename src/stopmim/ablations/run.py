@@ -30,7 +30,8 @@ from stopmim.data.sources.open import keep_outside, open_images
 from stopmim.data.sources.scenes import parse_scenes
 from stopmim.data.workers import default_workers
 from stopmim.method.build import configure
-from stopmim.runs.run import Run, claimed
+from stopmim.runs.lock import claimed
+from stopmim.runs.run import Run
 
 SCENES = 4096  # to pretrain on, by default
 

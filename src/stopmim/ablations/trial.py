@@ -240,7 +240,8 @@ class Child:
         trial.path.parent.mkdir(parents=True, exist_ok=True)
         file, self.log = (trial.path.with_name(trial.path.name + s) for s in (".json", ".log"))
         write_whole(file, TRIAL_JSON.dump_json(trial, indent=1).decode())
-        with self.log.open("wb") as log:
+        self.log.unlink(missing_ok=True)  # whatever lies there, nothing is written through it
+        with self.log.open("xb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stopmim.ablations.trial", "--watched", str(file)],
                 env=os.environ | environment,

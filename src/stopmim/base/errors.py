@@ -43,15 +43,15 @@ class NoPartError(DataError):
 
 
 class CheckpointError(UserError, code=4):
-    """A checkpoint that is missing, damaged, hostile, or of another model."""
+    """A checkpoint that is missing, damaged, hostile, or of another model or run."""
 
 
 class StorageError(UserError, code=5):
-    """The disk is full, read-only, or missing."""
+    """The disk is full, read-only, or missing, or a run directory is not where it was."""
 
 
 class NonFiniteError(UserError, code=6):
-    """The loss or a gradient is not finite."""
+    """The loss, a gradient or a weight is not finite."""
 
 
 class ResourceError(UserError, code=7):

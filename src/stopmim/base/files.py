@@ -1,40 +1,132 @@
-"""Files that survive a crash: growing JSON lines, and texts that are replaced as a whole."""
+"""Files that survive a crash, and that no link leads elsewhere: JSON lines, and replaced files.
 
+A line of JSON ends in ``"~": "NUMBER:CRC"``, its place in the file and the CRC-32 of the rest, so
+that damaged and missing lines are noticed. Lines of old versions do without: ``NUMBER/OLD:CRC``
+says that the file began with OLD of them.
+"""
+
+import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
+import re
+import secrets
 import stat
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from stopmim.base.errors import StorageError
 
 MOST_BYTES = 2**30  # of a file that is read whole, unless its reader allows less
+NEW = ".new-"  # temporary files begin like this
+CHECK = "~"  # the key of the check of a line
+_CHECKED = re.compile(rb'(, |\{)"~": "(\d{1,15})(?:/(\d{1,15}))?:([0-9a-f]{8})"\}')
+_VALUE = re.compile(r"\d+(/\d+)?:[0-9a-f]{8}")
+
+# ------------------------------------------------------------------------------ JSON lines
+
+
+class Line(NamedTuple):
+    """One line of a file of JSON lines."""
+
+    text: bytes
+    tree: dict[str, Any] | None  # without the check; None: damaged
+    number: int | None = None  # its place in the file; None without a check
+    old: int = 0  # lines without a check at the beginning of the file
+
+
+def parse_jsonl(path: Path) -> list[Line]:
+    """The lines of `path`, damaged ones too: a kill can leave a torn one at the end."""
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read: {error.strerror}") from None
+    lines = [_parse(text) for text in data.split(b"\n") if text.strip()]
+    checks = [line.old for line in lines if line.number is not None]
+    left = max(checks) if checks else len(lines)
+    for i, line in enumerate(lines):
+        if line.tree is not None and line.number is None:
+            left -= 1
+            if left < 0:  # the check is what was damaged
+                lines[i] = Line(line.text, None)
+    return lines
+
+
+def _parse(text: bytes) -> Line:
+    found = _CHECKED.fullmatch(text, max(0, text.rfind(b'"~"') - 2))
+    if found:
+        text_before = text[: found.start()] + (b"}" if found[1] == b", " else b"{}")
+        if zlib.crc32(text_before) != int(found[4], 16):
+            return Line(text, None)
+    try:
+        tree = json.loads((text_before if found else text).decode())
+    except (ValueError, RecursionError):
+        return Line(text, None)
+    if not isinstance(tree, dict):
+        return Line(text, None)
+    if found:
+        return Line(text, tree, int(found[2]), int(found[3] or 0))
+    # A check whose key or value is damaged, as opposed to none.
+    last = next(reversed(tree.values()), None)
+    torn = CHECK in tree or (isinstance(last, str) and _VALUE.fullmatch(last))
+    return Line(text, None if torn else tree)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the intact lines of `path`; a kill can leave a torn one at the end."""
-    if not path.exists():
-        return
-    for line in read_regular(path).decode("utf-8", "replace").splitlines():
-        try:
-            tree = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(tree, dict):
-            yield tree
+    """Yields the intact lines of `path`."""
+    return (line.tree for line in parse_jsonl(path) if line.tree is not None)
 
 
-def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Appends `lines` in one write: a kill before or after it leaves none of them, or all."""
-    with path.open("ab+") as file:
+class Count(NamedTuple):
+    """How many lines of a file are damaged and missing, and what the check of the next one says."""
+
+    damaged: int
+    missing: int
+    following: int  # the number of the next line
+    old: int  # lines without a check
+
+
+def count_lines(lines: Sequence[Line]) -> Count:
+    damaged = missing = following = old = 0
+    for line in lines:
+        damaged += line.tree is None
+        old += line.tree is not None and line.number is None
+        if line.number is not None:
+            missing += max(0, line.number - following)
+            following = max(following, line.number)
+        following += 1
+    return Count(damaged, missing, following, old)
+
+
+def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:
+    """The line of JSON for `tree`, with its check."""
+    text = json.dumps(tree)
+    begin = text[:-1] + (", " if tree else "")
+    place = f"{number}/{old}" if old else str(number)
+    return f'{begin}"{CHECK}": "{place}:{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None) -> None:
+    """Appends lines in one write: a kill before or after it leaves none of them, or all.
+
+    Without the `count` of the lines that are there, they are counted.
+    """
+    known = count or count_lines(parse_jsonl(path))
+    lines = [checked(tree, known.following + i, known.old) for i, tree in enumerate(trees)]
+    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    with open(handle, "ab+", buffering=0) as file:
         # If a full disk tore the last line, start a new one: this line must stay readable.
-        at = file.seek(0, os.SEEK_END)
-        file.seek(max(0, at - 1))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
-        file.write((begin + "".join(f"{json.dumps(line)}\n" for line in lines)).encode())
+        data = (begin + "".join(lines)).encode()
+        while data:  # a disk with room for a part of it writes that part
+            data = data[file.write(data) :]
 
 
 def number(value: object) -> float | None:
@@ -47,17 +139,30 @@ def number(value: object) -> float | None:
         return None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically: a reader, or a crash, sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
+# ------------------------------------------------------------------------------ whole files
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of the regular file `path`; StorageError for a link, a pipe or a device.
+
+    Whoever packed a run directory may have put links into it, to files of whoever unpacks it.
+    """
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        # Without O_NONBLOCK, a pipe would block forever.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise StorageError(f"{path}: cannot write: {error.strerror}") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _not_regular(path)
+    return handle
+
+
+def _not_regular(path: Path) -> StorageError:
+    what = "a link" if path.is_symlink() else "no regular file"
+    return StorageError(f"{path}: is {what}, so nothing is written to it; remove it or move it")
 
 
 def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
@@ -86,3 +191,76 @@ def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
     """The bytes of a file that `open_to_read` opens."""
     with open_to_read(path, limit) as file:
         return file.read(limit)  # and no more, should it grow meanwhile
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yields a new file beside `path` to write to, which then takes its place.
+
+    A reader, or a crash, sees the old content or the new. If `path` is a link, it is replaced, not
+    followed, and nobody can have prepared a link of the temporary name.
+    """
+    suffix = path.suffix if len(path.suffix) < 16 else ""  # writers go by it
+    temporary = path.with_name(f"{NEW}{secrets.token_hex(8)}{suffix}")
+    try:
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see `sweep`
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write: {error.strerror or error}") from None
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Replaces the file atomically: a reader, or a crash, sees the old text or the new."""
+    with replaced(path) as temporary:
+        temporary.write_bytes(text.encode() if isinstance(text, str) else text)
+        sync(temporary)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files that a killed process has left: nobody holds their locks."""
+    found = []
+    for path in folder.glob(f"{NEW}*"):
+        with contextlib.suppress(OSError, StorageError):
+            handle = open_regular(path, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(path)
+            finally:
+                os.close(handle)
+    return found
+
+
+def sweep(folder: Path) -> None:
+    """Removes the temporary files that killed processes have left in `folder`."""
+    for path in leftovers(folder):
+        path.unlink(missing_ok=True)
+
+
+def own_folder(path: Path) -> Path:
+    """Creates the folder `path` of a run if need be; refuses a link, which may lead anywhere."""
+    if path.is_symlink():
+        raise StorageError(f"{path}: is a link, so nothing is written there; name the folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
+    return path
+
+
+def sync(path: Path) -> None:
+    """Waits until the file or folder `path` is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

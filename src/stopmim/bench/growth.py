@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from stopmim.base.console import say
+from stopmim.base.files import replaced
 from stopmim.bench.step import prepare
 from stopmim.bench.timing import circumstances, record_lines, seconds_per_call, sizes, speed
 from stopmim.config.schema import Config
@@ -40,7 +41,8 @@ def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None =
             lines.append({"bench": "growth", "varied": key, "value": value} | known[name])
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        draw_growth(lines).savefig(out / "growth.svg")
+        with replaced(out / "growth.svg") as temporary:
+            draw_growth(lines).savefig(temporary)
     return record_lines(lines, out, "growth")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from stopmim._version import __version__
 from stopmim.base.errors import StorageError
+from stopmim.base.files import write_whole
 from stopmim.config.schema import Config
 from stopmim.gpu.devices import choose_device, choose_precision
 
@@ -94,5 +95,5 @@ def record_lines(lines: list[Line], folder: Path | None, what: str) -> str:
         path = folder / f"{what}_{slug}_{date}.md"
         title = f"# `stopmim bench {lines[0]['bench'].split()[0]}` on {device}, {date}"
         before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
-        path.write_text(f"{before.removesuffix(end)}{text}\n{end}", encoding="utf-8")
+        write_whole(path, f"{before.removesuffix(end)}{text}\n{end}")
     return text

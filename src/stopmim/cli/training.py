@@ -1,4 +1,4 @@
-"""``stopmim demo``, ``check``, ``pretrain`` and ``ablate``."""
+"""``stopmim demo``, ``check``, ``pretrain``, ``repair`` and ``ablate``."""
 
 import signal
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from stopmim.base.console import busy, is_first_rank, say
-from stopmim.base.errors import DataError, InterruptedRunError, RowsFailedError, UserError
+from stopmim.base.errors import (
+    CheckpointError,
+    DataError,
+    InterruptedRunError,
+    RowsFailedError,
+    UserError,
+)
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
 from stopmim.evals.protocols import Linear, Lowshot, Protocol
 
@@ -39,6 +45,8 @@ class Check:
     """read only this many images of each split, evenly spaced"""
     verify: bool = False
     """only prove that shards are, byte for byte, those that `stopmim pack` wrote"""
+    against: Annotated[Path | None, option("RUN|FILE.jsonl")] = None
+    """compare the content of all images with what was recorded there; record it the first time"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
@@ -54,11 +62,34 @@ class Check:
         from stopmim.train.plan import plan_for
 
         plan = plan_for(self.data, self.preset, self.changes)
-        report = check(self.data, plan.config, fix_list=self.fix_list, limit=self.limit)
+        report = check(
+            self.data, plan.config, fix_list=self.fix_list, limit=self.limit, against=self.against
+        )
         print(report.text())
         if report.problem:
             raise DataError(report.problem)
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Find what is damaged in a run directory, and restore what can be restored.
+
+    Damaged files are moved to RUN/damaged, never deleted. Exit code 4: the run
+    cannot be resumed.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """a run directory that nothing is training in"""
+    dry_run: bool = False
+    """say what would be done"""
+
+    def __call__(self) -> int:
+        from stopmim.runs.repair import repair
+
+        found = repair(self.run, dry_run=self.dry_run)
+        print(found)
+        return 0 if found.resumes_at is not None else CheckpointError.exit_code
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scanning import describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
+from stopmim.data.verify import Verified, spread, verify
 from stopmim.method.build import configure
 
 SHOWN = 20  # broken images that are listed
@@ -54,11 +55,14 @@ class Report:
     refused: str | None = None  # why a test split cannot be opened
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
     """test images that are also in training: name, name of the training image, whether equal"""
+    verified: Verified | None = None  # comparison of the content with that of another time
 
     @property
     def problem(self) -> str | None:
         """Why these images cannot be used for training or evaluation as they are."""
-        return self._unreadable or self.refused or (self.test.problem if self.test else None)
+        changed = self.verified.problem if self.verified else None
+        own = self._unreadable or self.refused or changed
+        return own or (self.test.problem if self.test else None)
 
     @property
     def test_bad(self) -> list[tuple[str, str]]:
@@ -118,6 +122,7 @@ class Report:
         rows += [*self._similar(), *broken]
         if self.others:
             rows += [("not read", describe_others(self.others))]
+        rows += [("content", self.verified.said)] if self.verified else []
         if self.refused:
             rows += [("test", self.refused)]
         if self.test:
@@ -193,6 +198,7 @@ def check(
     *,
     fix_list: Path | None = None,
     limit: int | None = None,
+    against: Path | None = None,
 ) -> Report:
     """Reads the images of `data`, and of its test split, as a run would, on all cores.
 
@@ -200,6 +206,8 @@ def check(
         preset: the planned training, with `changes` of config keys; sizes are compared with it.
         fix_list: where to write the broken images, for ``--data.skip`` and ``eval --skip``.
         limit: number of images to read of each split, evenly spaced.
+        against: a run, or a .jsonl file: compares the content of all images with what was recorded
+            there the first time.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit}: at least one image has to be scanned")
@@ -229,7 +237,8 @@ def check(
         _report(source, config, images, facts, found, seconds)
         for (source, images), (facts, seconds), found in zip(splits, read, copies, strict=True)
     ]
-    report = replace(reports[0], refused=refused)
+    verified = verify(images, read[0][0], against) if against else None
+    report = replace(reports[0], refused=refused, verified=verified)
     if test is not None:
         leaked = _leaked(images, test, [facts for facts, _ in read], copies)
         report = replace(report, test=reports[1], leaked=leaked)
@@ -240,8 +249,7 @@ def check(
 
 def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, float]:
     """Facts about the images, or `limit` of them, and the seconds that this took."""
-    count = min(limit or len(images), len(images))
-    numbers = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
+    numbers = spread(len(images), limit or len(images))
     begin, runtime = time.monotonic(), config.runtime
     facts = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
     return facts, time.monotonic() - begin

@@ -53,7 +53,7 @@ def inspect_images(
     small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
     planes = list[Planes | None]()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(partial(_inspect, watched, seen), chunks, watched):
+        for found in batches(partial(look_at, watched, seen), chunks, watched):
             before = sum(kinds.values())
             rows.append(found.rows)
             small.append(found.thumbnails[-before % every :: every].copy())
@@ -68,7 +68,8 @@ def inspect_images(
     return Facts(np.concatenate(rows), kinds, bad, searched, thumbnails, join_planes(planes))
 
 
-def _inspect(watched: Watched, seen: Seen, numbers: list[int]) -> Facts:
+def look_at(watched: Watched, seen: Seen, numbers: list[int]) -> Facts:
+    """Facts about these images, read in this process."""
     stats, planes = seen.stats, list[Planes | None]()
     rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
     for number in numbers:

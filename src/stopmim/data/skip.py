@@ -4,12 +4,15 @@ A line is ``{"name": ..., "reason": ...}``, with ``"part": "test"`` for an image
 train/cat/1.jpg and val/cat/1.jpg have the same name.
 """
 
+import errno
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from stopmim.base.errors import DataError, StorageError, UserError
-from stopmim.base.files import read_regular
+from stopmim.base.files import read_regular, write_whole
 from stopmim.data.images import Images
 from stopmim.data.subset import Subset
 
@@ -89,11 +92,11 @@ def check_writable(file: Path) -> None:
     """Refuses a file that `write_list` could not write later, or `data.skip` would not accept."""
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: the name of a list of images must end in .jsonl")
-    new = not file.exists()
     try:
-        file.open("a").close()
-        if new:
-            file.unlink()
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
     except OSError as error:
         raise _unwritable(file, error) from None
 
@@ -102,10 +105,7 @@ def write_list(file: Path, bad: Bad, test_bad: Bad) -> None:
     """Writes the broken training and test images, for `read_list`."""
     lines = [{"name": name, "reason": why} for name, why in bad]
     lines += [{"name": name, "reason": why, "part": "test"} for name, why in test_bad]
-    try:
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(file, error) from None
+    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _unwritable(file: Path, error: OSError) -> StorageError:

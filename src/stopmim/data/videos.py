@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.base.files import read_regular
+from stopmim.base.files import read_regular, replaced
 from stopmim.base.random_keys import seed_of
 from stopmim.data.decode import BadImageError, decode
 from stopmim.data.render import render
@@ -308,4 +308,5 @@ def write_mask(ids: Bytes, path: Path) -> None:
     """Writes an indexed PNG with the colours of DAVIS, as its evaluation expects."""
     image = Image.fromarray(ids)
     image.putpalette(PALETTE.tobytes())
-    image.save(path)
+    with replaced(path) as temporary:
+        image.save(temporary, "PNG")

@@ -5,9 +5,7 @@ everything it depends on, is written to a temporary name and renamed, and contai
 damaged files are computed again. Any of them may be deleted.
 """
 
-import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stopmim.base.console import warn
+from stopmim.base.errors import StorageError
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import replaced
 from stopmim.data.images import Images, stamp
 from stopmim.data.index_cache import folder
 
@@ -132,15 +132,12 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
     """Stores tensors and text; a cache that cannot be written is only worth a warning."""
     if (path := _path(kind, key)) is None:
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
-        faultpoint("cache.written")
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        with replaced(path) as temporary:
+            save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
+            faultpoint("cache.written")
+    except (OSError, StorageError, SafetensorError) as error:
         warn(f"{path.parent}: cannot write to the cache: {error}")
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stopmim.base.errors import StorageError, UserError
+from stopmim.base.files import replaced
 from stopmim.data.images import Images
 from stopmim.data.looking import check_like
 from stopmim.data.skip import without_skipped
@@ -64,14 +65,8 @@ def write_features(
     names = np.array([images.name(i) for i in range(len(images))])
     labels = {f"label_{name}": values for name, values in images.labels.items()}
     columns: dict[str, Any] = {"names": names, "features": features.numpy(), **labels}
-    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    try:
+    with replaced(out) as temporary:
         WRITERS[out.suffix](columns, temporary)
-        temporary.replace(out)
-    except OSError as error:
-        raise StorageError(f"{out}: cannot write: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return out
 
 

@@ -35,7 +35,6 @@ from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder, VisionTransformer, initialise, initialise_mae
 from stopmim.method.positions import sincos_2d
 from stopmim.runs import checkpoint
-from stopmim.runs.run import Run
 from stopmim.weights.load import load_encoder
 from stopmim.weights.vit import Branch
 
@@ -180,11 +179,13 @@ def open_encoder(name: str, branch: Branch = "target") -> Encoder:
 
 def open_at(name: str, branch: Branch = "target") -> tuple[Encoder, int | None]:
     """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
-    if (Path(name) / "run.json").exists():
-        name = str(Run(Path(name)).checkpoint)  # once: a newer one may appear at any moment
-    encoder = open_encoder(name, branch)  # verifies the checkpoint
-    ours = (Path(name) / "manifest.json").exists()
-    return encoder, checkpoint.state(Path(name)).get("step") if ours else None
+    if any((Path(name) / file).exists() for file in ("run.json", "manifest.json")):  # ours
+
+        def read(path: Path) -> tuple[Encoder, int | None]:  # of one and the same checkpoint
+            return open_encoder(str(path), branch), checkpoint.state(path).get("step")
+
+        return checkpoint.read_newest(Path(name), read)
+    return open_encoder(name, branch), None
 
 
 def untrained(encoder: VisionTransformer, seed: int) -> VisionTransformer:

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from torch import Tensor
 
+from stopmim.base.files import replaced
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
 BOUNDARY = 0.008  # of the diagonal: distance within which two boundaries match
@@ -104,7 +105,8 @@ def write_masks(folder: Path, video: Video, found: Sequence[Bytes]) -> None:
     for i, ids in enumerate(found):
         write_mask(ids, folder / video.name / f"{video.stem(i)}.png")
     (folder / "sheets").mkdir(exist_ok=True)
-    sheet(video, found).save(folder / "sheets" / f"{video.name}.png")
+    with replaced(folder / "sheets" / f"{video.name}.png") as temporary:
+        sheet(video, found).save(temporary, "PNG")
 
 
 def sheet(video: Video, found: Sequence[Bytes]) -> Image.Image:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError, NonFiniteError, check_least
+from stopmim.base.files import replaced
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.crops import normalise
 from stopmim.data.pixels import STD
@@ -231,7 +232,10 @@ def check(video: Video, scored: bool) -> None:
 
 def write_table(folder: Path, scores: Sequence[Scores]) -> None:
     """Writes ``objects.csv``, a line for every object."""
-    with (folder / "objects.csv").open("w", newline="", encoding="utf-8") as file:
+    with (
+        replaced(folder / "objects.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
         table = csv.writer(file)
         table.writerow(HEADINGS)
         table.writerows([s.video, s.number, *summary(s.j), *summary(s.f)] for s in scores)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from stopmim.base.errors import UserError
+from stopmim.base.files import number
 from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig, override
 from stopmim.data.looking import check_like
@@ -53,6 +54,7 @@ class Diagnosis:
     reference: str | None = None  # name of the reference run, if there is one
     evaluations: tuple[Tally, ...] = ()  # one per data set
     evaluate: str = ""  # the command that evaluates the run, if nobody has
+    lost: tuple[str, ...] = ()  # lines of the logs that are damaged or missing
 
     @property
     def exit_code(self) -> int:
@@ -82,6 +84,7 @@ class Diagnosis:
         lines += [f"- {line}" for line in self.advice]
         if self.keep is not None:
             lines.append(f"keep the checkpoint of step {self.keep}, or the nearest one left")
+        lines += [f"lost: {line}" for line in self.lost]
         return "\n".join(lines)
 
     @property
@@ -141,7 +144,8 @@ def diagnose_run(run: Run) -> Diagnosis:
     about, evaluations = run.about, tuple(tallies(of_run(run.results)))
     found = diagnose(run.metrics, run.config if "config" in about else None, about.get("data"))
     todo = "" if evaluations else how_to_evaluate(run)
-    return replace(found, evaluations=evaluations, evaluate=todo, total=_unfinished(run))
+    found = replace(found, evaluations=evaluations, evaluate=todo, total=_unfinished(run))
+    return replace(found, lost=tuple(run.lost_lines))
 
 
 def _unfinished(run: Run) -> int | None:
@@ -151,7 +155,7 @@ def _unfinished(run: Run) -> int | None:
     except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
         return None
     total = optim.epochs * (images // optim.batch_size)
-    done = max((int(line["step"]) for line in run.metrics[-1:] if "step" in line), default=0)
+    done = max((number(line.get("step")) or 0 for line in run.metrics[-1:]), default=0)
     return total if done < total else None
 
 
@@ -240,14 +244,13 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
 
 def _examine_weights(path: Path, data: str) -> Diagnosis:
     """The verdict on a model and its untrained twin, both measured now."""
-    model, step = load_model(path), None
-    if (path / "run.json").exists():
-        path = Run(path).checkpoint
-    if path.is_dir():  # a checkpoint of ours
-        state = checkpoint.state(path)
+    step = None
+    if path.is_dir():  # a run or a checkpoint of ours
+        model, state = checkpoint.read_newest(path, lambda x: (load_model(x), checkpoint.state(x)))
         config = Config.model_validate_json(json.dumps(state["config"]))
         step = int(state["step"])
     else:  # a file that names neither step nor masks
+        model = load_model(path)
         patch, side = model.encoder.patch, model.encoder.side
         masks = MaskingConfig(kind="multiblock" if model.target.learned else "random")
         config = Config(arch=f"vit_b{patch}", image_size=patch * side, masking=masks)

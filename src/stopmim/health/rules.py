@@ -119,8 +119,8 @@ def _poor_features(s: Signs) -> Finding | None:
     if rank < (0.1 if s.gained else 0.25):
         why = "the targets have lost most of the rank of the untrained network"
         return Finding("collapse", why, COLLAPSED)
-    begun = s.start["neighbours"]  # 0.5 is chance
-    if begun > 0.6 and now["neighbours"] - 0.5 < 0.25 * (begun - 0.5):
+    begun = s.start.get("neighbours", 0.5)  # which is chance
+    if begun > 0.6 and now.get("neighbours", begun) - 0.5 < 0.25 * (begun - 0.5):
         why = "two crops of an image match each other hardly better than by chance"
         return Finding("collapse", why, COLLAPSED)
     repeated, lost = now.get("epoch", 0) > REPEATED, s.of_best("target_rank") < 0.6

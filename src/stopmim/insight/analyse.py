@@ -10,6 +10,7 @@ from typing import Literal, assert_never, get_args
 from matplotlib.figure import Figure
 
 from stopmim.base.errors import StorageError, UserError
+from stopmim.base.files import own_folder, replaced
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
 from stopmim.insight.figures import (
@@ -53,7 +54,7 @@ def analyse(
     if not runs and not (of_the_method and out is not None):
         hint = ", or a folder for the figure with --out" if of_the_method else ", as runs/first"
         raise UserError(f"analyse {what}: name a run directory{hint}")
-    folder = Path(out) if out is not None else Path(runs[0]) / "figures"
+    folder = Path(out) if out is not None else own_folder(Path(runs[0]) / "figures")
     found = [Run(run) for run in runs]
     images = None if data is None else open_images(data)
     if what == "all" and images is None:
@@ -63,7 +64,8 @@ def analyse(
         picture = figure_of(one, found, images, show)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            picture.savefig(folder / f"{one}.png", dpi=DPI)
+            with replaced(folder / f"{one}.png") as temporary:
+                picture.savefig(temporary, dpi=DPI)
         except OSError as error:
             raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
         paths.append(folder / f"{one}.png")

@@ -6,12 +6,15 @@ renamed, so that a kill never leaves half of one. "Latest" is not stored anywher
 step whose checksums verify.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import safetensors
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import read_regular
 from stopmim.base.sandbox import read_tree
 from stopmim.config.schema import Config
 from stopmim.data.pixels import stats_of
@@ -28,11 +32,18 @@ from stopmim.data.transform import seeing
 from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs.identity import About, foreign, read_about
 
 State = dict[str, Tensor]
+Found = TypeVar("Found")
 
 FORMAT = 1
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that weights may have
+TEMPORARY = ".tmp-"  # folders that begin like this are being written or removed
+
+
+class LaterFormatError(CheckpointError):
+    """A checkpoint of a later version, which is not passed over for an older one."""
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -41,27 +52,59 @@ def prune(newest: Path, keep: int) -> None:
     Later ones are damaged, or the run would have resumed from them: they do not count.
     """
     run = newest.parents[1]
-    for old in [path for path in _steps(run) if path <= newest][:-keep]:
-        # A folder that cannot be removed (a link, a file open on NFS) does not fail the save.
-        shutil.rmtree(old, ignore_errors=True)
+    for old in [path for path in steps(run) if path <= newest][:-keep]:
+        # What cannot be removed (a link, a file open on NFS) does not fail the save. Renamed first:
+        # a reader finds all of a checkpoint or nothing.
+        if not old.is_symlink():
+            with contextlib.suppress(OSError):
+                old = old.rename(old.with_name(f"{TEMPORARY}{uuid4().hex}"))
+            shutil.rmtree(old, ignore_errors=True)
         faultpoint("save.pruned")
 
 
 def sweep(run: Path) -> None:
     """Removes the leftovers of interrupted saves."""
-    for path in (run / "checkpoints").glob(".tmp-*"):
+    for path in (run / "checkpoints").glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def latest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and what is wrong with newer ones."""
-    damaged = []
-    for path in reversed(_steps(run)):
-        if problem := verify(path):
-            damaged.append(problem)
+    """The newest intact checkpoint, and what is wrong with newer ones.
+
+    Raises:
+        CheckpointError: it belongs to another run.
+    """
+    damaged = list[str]()
+    passed = set[Path]()
+    while left := [path for path in steps(run) if path not in passed]:
+        path = left[-1]
+        passed.add(path)
+        try:
+            problem = verify(path)
+            other = None if problem else foreign(_about(run), state(path))
+        except LaterFormatError:
+            raise
+        except (CheckpointError, FileNotFoundError) as error:
+            problem = str(error)
+        if problem:
+            # A live run may have removed it meanwhile, for the sake of a newer one.
+            damaged += [problem] if path.exists() else []
+        elif other:
+            raise CheckpointError(
+                f"{path}: a checkpoint of another run: {other}; put back the one of this run, "
+                f"or move it away with stopmim repair {run}"
+            )
         else:
             return path, damaged
     return None, damaged
+
+
+def _about(run: Path) -> About:
+    """run.json, or {} if it is unreadable, which matters to a resumed run alone."""
+    try:
+        return read_about(run)
+    except CheckpointError:
+        return {}
 
 
 def newest_intact(run: Path) -> Path:
@@ -72,30 +115,68 @@ def newest_intact(run: Path) -> Path:
     return path
 
 
+def read_newest(path: Path, read: Callable[[Path], Found]) -> Found:
+    """`read` of the checkpoint `path`, or of the newest one of the run `path`.
+
+    A run that is training may remove it meanwhile; then there is a newer one to read.
+    """
+    if not (path / "run.json").exists():
+        return read(path)
+    while True:
+        newest = newest_intact(path)
+        try:
+            return read(newest)
+        except (CheckpointError, OSError):
+            if newest.exists():
+                raise
+
+
 def verify(path: Path) -> str | None:
     """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
+        files = json.loads(read_regular(path / "manifest.json"))["files"]
         for name, want in files.items():
-            if (path / name).stat().st_size != want["bytes"]:
-                return f"{path / name}: {(path / name).stat().st_size} bytes, not {want['bytes']}"
-            if sha256(path / name) != want["sha256"]:
-                return f"{path / name}: sha256 is not the recorded one"
+            file = path / Path(name).name  # never elsewhere
+            found = file.stat()
+            if not stat.S_ISREG(found.st_mode):  # a pipe or a device might never end
+                return f"{file}: not a regular file"
+            if found.st_size != want["bytes"]:
+                return f"{file}: {found.st_size} bytes, not {want['bytes']}"
+            if sha256(file) != want["sha256"]:
+                return f"{file}: sha256 is not the recorded one"
         missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - set(files)
         return f"{path}: manifest.json does not list {min(missing)}" if missing else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{path}: {type(error).__name__}: {error}"
 
 
 def state(path: Path) -> dict[str, Any]:
-    """`state.json` of a verified checkpoint: step, config, loss scaler."""
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path}: format {manifest['format']}, made by stopmim {manifest['stopmim']}; "
-            f"this is {__version__}, which reads formats up to {FORMAT}: upgrade stopmim"
-        )
-    return json.loads((path / "state.json").read_bytes())
+    """`state.json` of a verified checkpoint: step, config, loss scaler, and what run it is of."""
+    try:
+        manifest = json.loads(read_regular(path / "manifest.json"))
+        if manifest["format"] > FORMAT:
+            raise LaterFormatError(
+                f"{path}: format {manifest['format']}, made by stopmim {manifest.get('stopmim')}; "
+                f"this is {__version__}, which reads formats up to {FORMAT}: upgrade stopmim"
+            )
+        found: dict[str, Any] = json.loads(read_regular(path / "state.json"))
+        if not isinstance(found["step"], int) or not isinstance(found["config"], dict):
+            raise ValueError("no step or no config")
+    except FileNotFoundError:  # a live run may have removed it
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path / 'state.json'}: not a run's: {what[:200]}") from None
+    return found
+
+
+def lines_logged(run: Path, step: int) -> int:
+    """How many lines metrics.jsonl had when the checkpoint of `step` was saved; 0 if unknown."""
+    try:
+        found = state(run / "checkpoints" / f"step-{step:08d}").get("logged")
+    except (CheckpointError, OSError):
+        return 0
+    return found if isinstance(found, int) else 0
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -127,9 +208,11 @@ def load_model(path: Path) -> MaskedImageModel:
 
     Its encoders take images as the config says they are.
     """
-    if (path / "run.json").exists():
-        path = newest_intact(path)
-    elif not (path / "manifest.json").exists():
+    return read_newest(path, _load_model)
+
+
+def _load_model(path: Path) -> MaskedImageModel:
+    if not (path / "manifest.json").exists():
         raise CheckpointError(
             f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
             f"with weights that stopmim knows; name the file itself"
@@ -159,10 +242,14 @@ def fill(module: nn.Module, weights: State, source: str) -> None:
         if value.dtype not in FLOATS:
             raise CheckpointError(f"{source}: {key} is {value.dtype}, not floating point")
     own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
-    for key, value in own.items():
-        if not value.isfinite().all():
-            raise CheckpointError(f"{source}: {key} has values that are not finite")
+    if bad := not_finite(own):  # a float64 may be too large for float32
+        raise CheckpointError(f"{source}: {bad} has values that are not finite")
     module.load_state_dict(own, assign=True)
+
+
+def not_finite(weights: State) -> str | None:
+    """The name of the first tensor with a value that is not finite, or None."""
+    return next((key for key, value in weights.items() if not value.isfinite().all()), None)
 
 
 def check_fit(weights: State, want: State, source: str) -> None:
@@ -217,7 +304,8 @@ def _named(
             yield names[parameter], parameter
 
 
-def _steps(run: Path) -> list[Path]:
+def steps(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
     return sorted((run / "checkpoints").glob("step-????????"))
 
 

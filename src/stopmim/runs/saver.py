@@ -1,12 +1,15 @@
 """Writes the checkpoints of a run while it trains: atomically, in a thread.
 
 A checkpoint is written to a temporary folder, synced and renamed, so that a kill never leaves half
-of one.
+of one. A run directory that was moved or removed meanwhile ends the run, after a save to where it
+is now, or to a new directory beside it.
 """
 
+import errno
 import json
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +24,26 @@ from torch import nn
 
 from stopmim._version import __version__
 from stopmim.base.console import warn
-from stopmim.base.errors import StorageError
+from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import sync, write_whole
 from stopmim.config.schema import Config
 from stopmim.gpu.copies import cloned, has_room, on_host
 from stopmim.gpu.sharding import is_sharded
-from stopmim.runs.checkpoint import FORMAT, State, gathered, live, prune, sha256, sweep
+from stopmim.runs.checkpoint import (
+    FORMAT,
+    TEMPORARY,
+    State,
+    gathered,
+    live,
+    not_finite,
+    prune,
+    sha256,
+    sweep,
+)
+from stopmim.runs.identity import About, binding, read_about
+from stopmim.runs.lock import Place, place_of
+from stopmim.runs.logs import Lines
 
 SECONDS = 600.0  # between two checkpoints, unless `runtime.save_every` says how many updates
 SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
@@ -48,12 +65,20 @@ class Saver:
     config: Config
     writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
     failed: int = 0  # saves in a row
+    log: Lines | None = None  # metrics.jsonl: a checkpoint knows how many lines it had
 
+    about: About = field(init=False)  # run.json, which a checkpoint is bound to
     thread: Thread | None = field(init=False, default=None)  # that writes, or has written,
     step: int = field(init=False, default=0)  # the checkpoint of this step,
     error: BaseException | None = field(init=False, default=None)  # and why it could not
     began: float = field(init=False, default_factory=time.monotonic)  # the last save, or training
     roomy: bool = field(init=False, default=False)  # a copy has fitted into memory
+
+    def __post_init__(self) -> None:
+        try:
+            self.about = read_about(self.run) if self.writes else {}
+        except CheckpointError:  # there is none: a saver by itself
+            self.about = {}
 
     @property
     def is_due(self) -> bool:
@@ -62,7 +87,11 @@ class Saver:
         return by_clock and time.monotonic() - self.began >= SECONDS
 
     def save(self, step: int, *, final: bool) -> None:
-        """Saves the state after `step`, in the background unless it is `final`."""
+        """Saves the state after `step`, in the background unless it is `final`.
+
+        Raises:
+            StorageError: a final save failed, or the run directory was moved or removed.
+        """
         self.finish()
         self.step, self.began = step, time.monotonic()
         states = live(self.model, self.optimizer)
@@ -70,18 +99,52 @@ class Saver:
             states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
             return
-        copy = None if final or sharded else self._copy(states)
+        place = place_of(self.run)
+        where = self.run if place.path == self.run else self._elsewhere(place)
+        copy = None if final or sharded or place.problem else self._copy(states)
         faultpoint("save.copied")
         scaler = self.scaler.state_dict() if self.scaler else None
         about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
+        about |= {"run": binding(self.about)}
+        about |= {"logged": self.log.logged} if self.log else {}
         os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        what = (copy or states, ready, about, 0o666 & ~mask)
+        what = (where, copy or states, ready, about, 0o666 & ~mask)
         self.thread = Thread(target=self._work, args=what)
         self.thread.start()
+        if place.problem:
+            self._leave(place, where)
         if copy is None:
-            self.finish(final=final)
+            try:
+                self.finish(final=final)
+            except StorageError:
+                if not place_of(self.run).problem:
+                    raise
+                self.save(step, final=final)  # it was moved or removed at that moment
+
+    def _elsewhere(self, place: Place) -> Path:
+        """The folder to save to: where the run was moved to, or a new one beside its old path."""
+        if place.path is not None:
+            return place.path
+        try:
+            made = tempfile.mkdtemp(prefix=f"{self.run.name}.rescued-", dir=self.run.parent)
+            write_whole(Path(made, "run.json"), json.dumps(self.about, indent=1))
+        except (OSError, StorageError) as error:
+            what = f"{place.problem}, and nothing could be saved beside it: {error}"
+            raise StorageError(what) from None
+        return Path(made)
+
+    def _leave(self, place: Place, where: Path) -> None:
+        """Ends a run whose directory is no longer where it was, after the save to `where`."""
+        try:
+            self.finish(final=True)
+        except StorageError as error:
+            raise StorageError(f"{place.problem}; {error}") from None
+        if self.log:
+            self.log.move(where)
+        how = "the same command continues" if where == self.run else f"continue with --out {where}"
+        raise StorageError(f"{place.problem}; saved step {self.step} in {where}: {how}")
 
     def finish(self, *, final: bool = False, wait: bool = True) -> None:
         """Waits for the save in flight and warns if it failed; unless `wait`, only if it is over.
@@ -133,21 +196,24 @@ class Saver:
 
     def _write(
         self,
+        run: Path,
         states: tuple[State, State],
         ready: torch.cuda.Event | None,
         about: dict[str, Any],
         mode: int,
     ) -> None:
-        """Writes a checkpoint, then removes all but the newest `runtime.keep`."""
-        folder, step = self.run / "checkpoints", about["step"]
-        final = folder / f"step-{step:08d}"
-        temporary = folder / f".tmp-{step:08d}-{uuid4().hex}"
-        sweep(self.run)
-        temporary.mkdir(parents=True)
+        """Writes a checkpoint into `run`, then removes all but the newest `runtime.keep`."""
+        folder, step = run / "checkpoints", about["step"]
+        temporary = folder / f"{TEMPORARY}{step:08d}-{uuid4().hex}"
+        sweep(run)
+        folder.mkdir(exist_ok=True)  # not `run` itself, which somebody has removed if it is gone
+        temporary.mkdir()
         try:
             faultpoint("save.begin")
             for name, state in zip(("model", "optimizer"), states, strict=True):
                 tensors = on_host(state, ready)
+                if name == "model" and (bad := not_finite(tensors)):
+                    raise _not_finite(run, step, bad)
                 faultpoint("save.host")
                 save_file(tensors, temporary / f"{name}.safetensors")
                 faultpoint(f"save.{name}")
@@ -161,24 +227,29 @@ class Saver:
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in temporary.iterdir():
                 path.chmod(mode)  # safetensors creates files with mode 0600
-                _sync(path)
-            _sync(temporary)
-            faultpoint("save.synced")
-            if final.exists():  # damaged, or the run would have resumed from it
-                shutil.rmtree(final)
-            os.rename(temporary, final)
-            faultpoint("save.moved")
-            _sync(folder)
+                sync(path)
+            self._place(run, temporary, folder / f"step-{step:08d}")
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         faultpoint("save.renamed")
-        prune(final, self.config.runtime.keep)
+        prune(folder / f"step-{step:08d}", self.config.runtime.keep)
+
+    def _place(self, run: Path, temporary: Path, final: Path) -> None:
+        """Gives a complete checkpoint its name."""
+        sync(temporary)
+        faultpoint("save.synced")
+        if run == self.run and place_of(run).path != run:
+            raise OSError(errno.ESTALE, "the run directory is not the one that it was")
+        if final.exists():  # damaged, or the run would have resumed from it
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+        faultpoint("save.moved")
+        sync(final.parent)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _not_finite(run: Path, step: int, name: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{run}: the weights are not finite at step {step}, as {name}; nothing was saved, the last "
+        f"checkpoint is intact; lower --optim.lr, or set --optim.clip_grad 1, in a new run"
+    )

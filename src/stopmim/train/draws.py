@@ -22,7 +22,7 @@ from stopmim.method.build import build_sampler
 from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
 from stopmim.method.predictor import Noise, Predictor
-from stopmim.runs.run import BadFiles
+from stopmim.runs.logs import BadFiles
 from stopmim.train.step import Part
 
 NOISE_CHUNK = 64  # consecutive images of a batch whose noise has one key

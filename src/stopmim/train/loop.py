@@ -21,9 +21,11 @@ from stopmim.base.errors import (
     InterruptedRunError,
     NonFiniteError,
     ResourceError,
+    StorageError,
     UserError,
 )
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import write_whole
 from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import signals
@@ -41,7 +43,9 @@ from stopmim.health.measure import Health, due_every, norms
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
-from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
+from stopmim.runs.lock import claimed
+from stopmim.runs.logs import BadFiles, Metrics
+from stopmim.runs.run import Run, begin, git_state, set_threads
 from stopmim.runs.saver import Saver
 from stopmim.train import advice
 from stopmim.train.channels import settle_channels
@@ -103,9 +107,9 @@ def pretrain(
                     built = (path / "run.json").exists()
                     raise _out_of_memory(config, world.size, error, built) from None
                 if not is_broken(error):
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(StorageError):
                         crash = path / f"crash-rank{world.rank}.txt"
-                        crash.write_text(shown(traceback.format_exc()), encoding="utf-8")
+                        write_whole(crash, shown(traceback.format_exc()))
                 raise
     return Run(path)
 
@@ -255,8 +259,11 @@ class _Training:
         self.step = _resume(path, model, optimizer, scaler, runtime.keep, world)  # updates done
         if 0 < self.step < self.total:
             say(f"{path}: resumes at step {self.step}")
-        self.saver = Saver(path, model, optimizer, scaler, config, writes=world.first)
-        self.metrics = Metrics(path, self.step) if world.first else None
+        logged = checkpoint.lines_logged(path, self.step)
+        self.metrics = Metrics(path, self.step, logged) if world.first else None
+        self.saver = Saver(
+            path, model, optimizer, scaler, config, writes=world.first, log=self.metrics
+        )
         self.watch = Watch(Run(path).metrics)
 
 

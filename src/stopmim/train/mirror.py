@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stopmim.base.errors import UserError
+from stopmim.base.files import own_folder
 from stopmim.runs.run import Run
 
 Kind = Literal["none", "tensorboard", "wandb"]
@@ -48,7 +49,8 @@ def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
     # Purges what an earlier start wrote after `step`.
-    with SummaryWriter(str(path / "tensorboard"), purge_step=step + 1) as writer:
+    folder = own_folder(path / "tensorboard")
+    with SummaryWriter(str(folder), purge_step=step + 1) as writer:
 
         def write(line: Line) -> None:
             for at, values in _scalars(line):
@@ -70,7 +72,7 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
     first = json.dumps(run.about["starts"][0], sort_keys=True)
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
     # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
-    for old in (path / "wandb").glob(f"offline-run-*-{name}"):
+    for old in own_folder(path / "wandb").glob(f"offline-run-*-{name}"):
         shutil.rmtree(old)
     settings = wandb.Settings(
         mode="offline",

@@ -9,8 +9,15 @@ from pathlib import Path
 from uuid import uuid4
 
 from stopmim.base.console import say
-from stopmim.base.errors import CheckpointError, StorageError, UserError, did_you_mean
+from stopmim.base.errors import (
+    CheckpointError,
+    NonFiniteError,
+    StorageError,
+    UserError,
+    did_you_mean,
+)
 from stopmim.method.encoder import VisionTransformer
+from stopmim.runs.checkpoint import not_finite
 from stopmim.weights import load
 from stopmim.weights.card import card
 from stopmim.weights.inspect import identify
@@ -56,6 +63,9 @@ def export(
     if not isinstance(encoder, VisionTransformer):
         what = f"{contents.project}; only plain ViTs can be exported"
         raise CheckpointError(f"{path}: an encoder of {what}")
+    whole = contents.model if target.whole_model and contents.model else encoder
+    if key := not_finite(whole.state_dict()):
+        raise NonFiniteError(f"{path}: {key} has values that are not finite; nothing was written")
     text = card(target, contents, encoder, branch)
     temporary = out.with_name(f".{out.name}-{uuid4().hex}")
     try:

@@ -4,6 +4,7 @@ Maps are bytes, 0 to 255, in base64: a thousand of them take less room than one 
 """
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import Config
 from stopmim.health.log import Logged
 from stopmim.insight.figures import curves, prediction
@@ -90,8 +92,8 @@ def neighbours(found: Neighbours) -> dict[str, Any]:
 def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any] | None:
     """Heat maps of every hidden patch of every image, untrained and for every checkpoint."""
     models = [("untrained", build(config).eval())]
-    for path in sorted((run.path / "checkpoints").glob("step-????????")):
-        if checkpoint.verify(path) is None:
+    for path in checkpoint.steps(run.path):
+        with contextlib.suppress(CheckpointError):  # damaged, or removed by a run that trains
             models.append((f"step {int(path.name[5:])}", load_model(path)))
     if len(models) < 2:
         return None

@@ -95,6 +95,7 @@ def write_report(
         reference=reference,
         compared=[_compared(one) for one in runs] if others else [],
         panels=_panels(metrics),
+        lost=run.lost_lines,
         views=views,
         views_missing=views_missing,
         near=near,

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from os.path import isdir
+from pathlib import Path
 from typing import Any
 
 from stopmim.config.schema import Config
 from stopmim.method.encoder import Encoder, ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
-from stopmim.runs.run import Run, begun
+from stopmim.runs.identity import begun
 from stopmim.weights.format import Contents, Format, WeightFile
 
 
@@ -28,9 +29,11 @@ class OwnRun(Format):
     def contents(self, file: WeightFile) -> Contents:
         path, epoch = file.path, None
         is_run = (path / "run.json").exists()
-        newest = Run(path).checkpoint if is_run else path  # once: a live run saves newer ones
-        found = super().contents(WeightFile(newest))
-        state = checkpoint.state(newest)
+
+        def read(newest: Path) -> tuple[Contents, dict[str, Any]]:  # of one and the same
+            return super(OwnRun, self).contents(WeightFile(newest)), checkpoint.state(newest)
+
+        found, state = checkpoint.read_newest(path, read)
         config = Config.model_validate(state["config"], strict=False)
         if is_run:
             epoch = state["step"] // (begun(path)["data"]["images"] // config.optim.batch_size)

@@ -1,0 +1,214 @@
+"""Finds what is intact in a run directory, restores what can be, and moves the rest aside.
+
+Nothing is deleted but leftovers of killed processes: what is damaged goes to ``RUN/damaged/``. A
+run that could be repaired resumes with the same bits as one that was never damaged.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stopmim.base.errors import CheckpointError, StorageError
+from stopmim.base.files import (
+    Line,
+    count_lines,
+    leftovers,
+    open_regular,
+    own_folder,
+    parse_jsonl,
+    write_whole,
+)
+from stopmim.runs import checkpoint
+from stopmim.runs.identity import (
+    About,
+    broken_seal,
+    foreign,
+    is_complete,
+    read_about,
+    rebuilt,
+    sealed,
+)
+from stopmim.runs.lock import claimed, owner_of, refuse_if_used
+
+Verdict = Literal["intact", "restored", "moved", "removed", "lost"]
+LOGS = ("metrics.jsonl", "results.jsonl", "bad_files.jsonl", "hashes.jsonl")
+ASIDE = "damaged"
+
+
+@dataclass
+class Repair:
+    """What was found in the run directory `path`, and what was done about it, or would be."""
+
+    path: Path
+    dry_run: bool = False
+    found: list[tuple[Verdict, str]] = field(default_factory=list)
+    resumes_at: int | None = None  # the step that the run continues from; None: it cannot
+
+    def __str__(self) -> str:
+        lines = [f"{verdict:8}  {text}" for verdict, text in self.found]
+        if self.resumes_at is None:
+            end = "this run cannot be resumed: its config and data are not known any more"
+        elif self.resumes_at:
+            end = f"the run resumes at step {self.resumes_at}: give the command that started it"
+        else:
+            end = "no checkpoint is left: the command that started the run starts it again"
+        would = "nothing was changed (--dry-run); after the repair, " if self.dry_run else ""
+        return "\n".join([*lines, f"{would}{end}"])
+
+    def say(self, verdict: Verdict, text: str) -> None:
+        self.found.append((verdict, text))
+
+    # -------------------------------------------------------------------------- the parts
+
+    def lock(self) -> None:
+        """run.lock: whatever is no file is moved; `claimed` then finds out about the owner."""
+        file = self.path / "run.lock"
+        if _is_odd(file):
+            self.aside(file, "is no regular file")
+        elif owner_of(self.path):
+            self.say("removed", "run.lock of a process that has ended")
+
+    def temporaries(self) -> None:
+        """What killed processes were writing."""
+        folder = self.path / "checkpoints"
+        old = [path for path in self.path.glob(".*.tmp*") if not path.is_dir()]  # old versions
+        halves = [*folder.glob(f"{checkpoint.TEMPORARY}*"), *leftovers(self.path), *old]
+        for path in halves:
+            if not self.dry_run:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            self.say("removed", f"{path.relative_to(self.path)}, left by a killed process")
+
+    def checkpoints(self) -> dict[Path, dict[str, Any]]:
+        """The states of the intact checkpoints, newest first; the others are moved."""
+        intact = {}
+        for path in reversed(checkpoint.steps(self.path)):
+            try:
+                problem = checkpoint.verify(path)
+                state = {} if problem else checkpoint.state(path)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            if problem:
+                self.aside(path, problem)
+            else:
+                intact[path] = state
+        return intact
+
+    def about(self, states: dict[Path, dict[str, Any]]) -> About | None:
+        """run.json as it is, or as the newest checkpoint that can restore it says."""
+        try:
+            about = read_about(self.path)
+            problem = "not as stopmim writes it" if not is_complete(about) else broken_seal(about)
+        except CheckpointError as error:
+            about, problem = {}, str(error).partition("not a run directory: ")[2] or str(error)
+        if not problem:
+            self.say("intact", "run.json")
+            return about
+        for path, state in states.items():
+            if (new := rebuilt(state)) is None:
+                continue
+            starts = about.get("starts")
+            if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+                new["starts"] += starts[1:]  # the first decides numbers, the others inform
+            self.aside(self.path / "run.json", problem)
+            if not self.dry_run:
+                write_whole(self.path / "run.json", json.dumps(sealed(new), indent=1))
+            self.say("restored", f"run.json from checkpoints/{path.name}")
+            return new
+        self.say("lost", f"run.json: {problem}; no checkpoint says what was in it")
+        return None
+
+    def strangers(self, about: About, states: dict[Path, dict[str, Any]]) -> None:
+        """Moves checkpoints of other runs, and says which is the newest of this one."""
+        self.resumes_at = 0
+        for path, state in states.items():
+            if other := foreign(about, state):
+                self.aside(path, f"of another run: {other}")
+            else:
+                self.resumes_at = max(self.resumes_at, int(state["step"]))
+                self.say("intact", f"checkpoints/{path.name}")
+
+    def log(self, name: str, logged: int = 0) -> None:
+        """Moves damaged lines of a log, and says how many are missing, of at least `logged`."""
+        file = self.path / name
+        if _is_odd(file):
+            self.aside(file, "is no regular file")
+            return
+        lines = parse_jsonl(file)
+        bad = [line for line in lines if line.tree is None]
+        count = count_lines(lines)
+        missing = count.missing + max(0, logged - count.following)
+        if bad and not self.dry_run:
+            place = own_folder(self.path / ASIDE) / name
+            handle = open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(handle, "ab") as rest:
+                rest.write(_text(bad))
+            write_whole(file, _text([line for line in lines if line.tree is not None]))
+        if bad:
+            self.say("moved", f"{len(bad)} damaged lines of {name} to {ASIDE}/{name}")
+        if missing:
+            self.say("lost", f"{missing} lines of {name} are missing")
+        if lines:
+            self.say("intact", f"{len(lines) - len(bad)} lines of {name}")
+
+    def aside(self, path: Path, why: str) -> None:
+        """Moves a file or folder, or the link itself, into ``damaged/``."""
+        place = self.path / ASIDE / path.name
+        number = 1
+        while place.exists() or place.is_symlink():
+            number += 1
+            place = place.with_name(f"{path.name}.{number}")
+        if not path.exists() and not path.is_symlink():
+            return  # there is nothing to move
+        if not self.dry_run:
+            own_folder(place.parent)
+            path.rename(place)
+        what = " ".join(why.replace(f"{path}/", "").replace(f"{path}: ", "").split())
+        self.say("moved", f"{path.relative_to(self.path)} to {ASIDE}/{place.name}: {what[:200]}")
+
+
+def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
+    """Repairs the run directory `path`; `dry_run` only says how.
+
+    Raises:
+        RunInUseError: a process is training there.
+        StorageError: it cannot be written to.
+    """
+    found = Repair(Path(path), dry_run)
+    if not found.path.is_dir():
+        raise CheckpointError(f"{path}: not a run directory: no such folder")
+    if not any((found.path / name).exists() for name in ("run.json", "checkpoints", *LOGS)):
+        raise CheckpointError(f"{path}: not a run directory: there is nothing of a run in it")
+    try:
+        refuse_if_used(found.path)
+        found.lock()
+        with contextlib.nullcontext() if dry_run else claimed(found.path):
+            found.temporaries()
+            states = found.checkpoints()
+            if (about := found.about(states)) is not None:
+                found.strangers(about, states)
+            logged = max((state.get("logged") or 0 for state in states.values()), default=0)
+            for name in LOGS:
+                found.log(name, logged if name == "metrics.jsonl" else 0)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot repair: {error}") from None
+    return found
+
+
+def _is_odd(path: Path) -> bool:
+    """Whether something lies at `path` that is no regular file."""
+    try:
+        return not stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _text(lines: list[Line]) -> bytes:
+    return b"".join(line.text + b"\n" for line in lines)

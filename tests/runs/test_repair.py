@@ -1,0 +1,205 @@
+"""Whatever happens to a run directory: what is intact is found, the rest restored or put aside."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stopmim import Run, pretrain
+from stopmim.base.errors import CheckpointError, RunInUseError, UserError
+from stopmim.cli import main
+from stopmim.runs.lock import claimed
+from stopmim.runs.repair import repair
+from tiny import NoiseImages, tiny, weights
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return pretrain(NoiseImages(), tmp_path_factory.mktemp("whole"), tiny())
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = pretrain(NoiseImages(), tmp_path_factory.mktemp("begun"), tiny(), stop_at=6)
+    run.add_result(protocol="knn", value=50.0, unit="percent")
+    return run
+
+
+@pytest.fixture
+def copy(begun: Run, tmp_path: Path) -> Run:
+    return Run(shutil.copytree(begun.path, tmp_path / "run"))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def spoil(file: Path) -> None:
+    """Changes a letter of the first key of the last line."""
+    *before, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(before) + last.replace('{"', '{"_', 1))
+
+
+def edit(run: Path) -> None:
+    about = json.loads((run / "run.json").read_text())
+    about["starts"][0]["threads"] = 7
+    (run / "run.json").write_text(json.dumps(about))
+
+
+def stranger(run: Path) -> None:
+    """The checkpoints of a run that differs in nothing but its id, beside our own."""
+    other = pretrain(NoiseImages(), run.parent / "other", tiny(), stop_at=7)
+    shutil.copytree(other.checkpoint, run / "checkpoints" / other.checkpoint.name)
+
+
+def newest(run: Path) -> Path:
+    return sorted((run / "checkpoints").glob("step-*"))[-1]
+
+
+def linked(run: Path) -> None:
+    (run.parent / "victim").write_text("precious")
+    for name in ("run.lock", "metrics.jsonl", "results.jsonl"):
+        (run / name).unlink()
+        (run / name).symlink_to(run.parent / "victim")
+
+
+def leave(run: Path) -> None:
+    (run / "checkpoints" / ".tmp-00000007-abc").mkdir()
+    (run / ".new-0123").write_text("half")
+    (run / ".report.html.tmp").write_text("half")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-30])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
+    "nothing": (lambda run: None, "intact    run.json", 6),
+    "run.json missing": (lambda run: (run / "run.json").unlink(), "restored  run.json from", 6),
+    "run.json empty": (lambda run: (run / "run.json").write_text(""), "restored  run.json", 6),
+    "run.json a list": (lambda run: (run / "run.json").write_text("[]"), "restored  run.json", 6),
+    "run.json cut": (
+        lambda run: cut(run / "run.json"),
+        "moved     run.json to damaged/run.json",
+        6,
+    ),
+    "threads edited": (edit, "restored  run.json", 6),
+    "weights": (lambda run: flip(newest(run) / "model.safetensors"), "sha256 is not", 3),
+    "state": (lambda run: flip(newest(run) / "state.json"), "moved     checkpoints/step-", 3),
+    "manifest": (lambda run: (newest(run) / "manifest.json").unlink(), "FileNotFoundError", 3),
+    "empty checkpoint": (
+        lambda run: (run / "checkpoints" / "step-00000009").mkdir(),
+        "moved     checkpoints/step-00000009 to damaged/step-00000009",
+        6,
+    ),
+    "another run's checkpoint": (stranger, "of another run: its run id is", 6),
+    "all checkpoints": (
+        lambda run: list(map(flip, run.glob("checkpoints/*/model.safetensors"))),
+        "no checkpoint is left: the command that started the run starts it again",
+        0,
+    ),
+    "metrics line": (lambda run: spoil(run / "metrics.jsonl"), "1 damaged lines of metrics", 6),
+    "metrics gone": (
+        lambda run: (run / "metrics.jsonl").unlink(),
+        "6 lines of metrics.jsonl are",
+        6,
+    ),
+    "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged lines of results", 6),
+    "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
+    "leftovers": (
+        leave,
+        "removed   .new-0123, left by a killed process",
+        6,
+    ),
+    "lock of the dead": (
+        lambda run: (run / "run.lock").write_text("process 1 on a since b\n"),
+        "removed   run.lock of a process that has ended",
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_repaired_run_resumes_bit_by_bit(whole: Run, copy: Run, kind: str) -> None:
+    damage, said, step = DAMAGE[kind]
+    damage(copy.path)
+    before = contents(copy.path)
+    assert said in str(repair(copy.path, dry_run=True)), kind
+    assert contents(copy.path) == before
+    found = repair(copy.path)
+    assert said in str(found)
+    assert found.resumes_at == step
+    run = pretrain(NoiseImages(), copy.path, tiny())
+    assert run.about["id"] == json.loads((run.checkpoint / "state.json").read_text())["run"]["id"]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (run.checkpoint / name).read_bytes() == (whole.checkpoint / name).read_bytes()
+    assert {verdict for verdict, _ in repair(copy.path).found} <= {"intact", "lost"}
+    assert not list(copy.path.rglob(".new-*")) + list(copy.path.rglob(".tmp-*"))
+    if kind == "links":
+        assert (copy.path.parent / "victim").read_text() == "precious"
+
+
+def contents(folder: Path) -> dict[Path, bytes | str]:
+    return {
+        path: os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_nothing_that_is_damaged_is_deleted(copy: Run) -> None:
+    flip(newest(copy.path) / "model.safetensors")
+    damaged = (newest(copy.path) / "model.safetensors").read_bytes()
+    (copy.path / "run.json").write_text("{")
+    line = (copy.path / "metrics.jsonl").read_text().splitlines()[2]
+    text = (copy.path / "metrics.jsonl").read_text()
+    (copy.path / "metrics.jsonl").write_text(text.replace(line, line[5:]))
+    repair(copy.path)
+    aside = copy.path / "damaged"
+    assert (aside / "step-00000006" / "model.safetensors").read_bytes() == damaged
+    assert (aside / "run.json").read_text() == "{"
+    assert (aside / "metrics.jsonl").read_text() == line[5:] + "\n"
+    (copy.path / "run.json").write_text("[")
+    repair(copy.path)
+    assert (aside / "run.json.2").read_text() == "["
+
+
+def test_a_run_in_use_is_left_alone(copy: Run) -> None:
+    with claimed(copy.path):
+        for dry in (True, False):
+            with pytest.raises(RunInUseError):
+                repair(copy.path, dry_run=dry)
+
+
+def test_the_command_says_what_it_did_and_fails_if_nothing_helps(
+    copy: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["repair", str(copy.path), "--dry-run"]) == 0
+    assert "nothing was changed (--dry-run); after the repair, the run" in capsys.readouterr().out
+    assert main(["repair", str(copy.path)]) == 0
+    assert "the run resumes at step 6: give the command" in capsys.readouterr().out
+    shutil.rmtree(copy.path / "checkpoints")
+    (copy.path / "run.json").write_text("{}")
+    assert main(["repair", str(copy.path)]) == 4
+    assert "this run cannot be resumed" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nowhere"):
+        assert main(["repair", str(tmp_path / name)]) == 4
+
+
+def test_without_a_repair_each_of_these_is_refused_or_harmless(whole: Run, begun: Run) -> None:
+    """A damaged run.json is never replaced by an empty start."""
+    folder = begun.path.parent / "refused"
+    shutil.copytree(begun.path, folder)
+    (folder / "run.json").unlink()
+    with pytest.raises(CheckpointError, match="stopmim repair"):
+        pretrain(NoiseImages(), folder, tiny())
+    edit(begun.path)
+    with pytest.raises(UserError, match="stopmim repair"):
+        pretrain(NoiseImages(), begun.path, tiny())
+    assert weights(whole)
