@@ -17,6 +17,7 @@ from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
 from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images
+from stopmim.data.looking import look
 from stopmim.data.workers import Watched, batches
 
 NAME = "hashes.jsonl"
@@ -36,7 +37,7 @@ def digests(
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     found: dict[int, str] = {}
     with busy("comparing images with those of the first start"):
-        for facts in batches(partial(look_at, watched), chunks, watched):
+        for facts in batches(partial(look_at, watched, look(images)), chunks, watched):
             found |= _of(facts)
     return found
 
