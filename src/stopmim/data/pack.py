@@ -21,7 +21,7 @@ import numpy as np
 from stopmim._version import __version__
 from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
-from stopmim.base.files import write_whole
+from stopmim.base.files import replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.encoded import Encoded, Encoder
 from stopmim.data.images import Images
@@ -131,6 +131,7 @@ def _claimed(folder: Path) -> Iterator[None]:
         raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sweep(folder)
         yield
         (folder / LOCK).unlink()
     except BlockingIOError:
@@ -248,8 +249,7 @@ def _write(
     path: Path, split: str, images: Images, keys: list[str], files: Iterable[Encoded]
 ) -> PackedShard:
     """Writes one shard, or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with replaced(path) as temporary:
         with temporary.open("wb") as file:
             write = _write_tar if path.suffix == ".tar" else _write_parquet
             count = write(file, images, keys, files)
@@ -258,11 +258,6 @@ def _write(
         with temporary.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
         size = temporary.stat().st_size
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot write: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     about = {"name": path.name, "split": split, "images": count, "bytes": size}
     return PackedShard.model_validate(about | {"sha256": digest})
 
