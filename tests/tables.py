@@ -25,7 +25,8 @@ from stopmim.ablations.paper import TABLES
 from stopmim.bench.growth import draw_growth
 from stopmim.bench.step import BATCH
 from stopmim.config.presets import IMAGENET, PRESETS
-from stopmim.config.schema import Config, Section
+from stopmim.config.schema import Config
+from stopmim.config.section import Section
 from stopmim.method.build import build, configure
 
 ROOT = Path(__file__).parents[1]

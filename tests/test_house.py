@@ -16,15 +16,15 @@ ORDER = """
 _version
 base base.console base.errors base.faults base.memory base.random_keys base.schedules base.signals
 base.tables base.files base.sandbox
-config.architectures config.yaml_text config.schema config config.presets
+config.architectures config.yaml_text config.section config.data config.schema config config.presets
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
-data.crops data.decode data.images data.index_cache data.scene data.sources data.order data.render
-data.resident data.subset data.transform data.workers data.sources.source data.loading data.skip
-data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts data.sources.lists
-data.sources.scenes data.sources.shards data.videos data.sources.parquet data.sources.tar
-data.sources.open data data.duplicates data.facts data.check
+data.pixels data.crops data.decode data.images data.index_cache data.scene data.sources data.order
+data.render data.resident data.subset data.transform data.workers data.sources.source data.loading
+data.skip data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts
+data.sources.lists data.sources.scenes data.sources.shards data.videos data.sources.parquet
+data.sources.tar data.sources.open data data.duplicates data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit

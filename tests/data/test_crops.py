@@ -8,8 +8,6 @@ from torch import Tensor
 
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.crops import (
-    MEAN,
-    STD,
     Mode,
     augment,
     center_crop,
@@ -18,6 +16,7 @@ from stopmim.data.crops import (
     normalise,
     resized_crop,
 )
+from stopmim.data.pixels import MEAN, STD
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.adapter import Adapter
 from stopmim.evals.inputs import Inputs

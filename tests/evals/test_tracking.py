@@ -16,7 +16,7 @@ from torch import Tensor
 
 from helpers import GOLDEN, golden, golden_about, seeded
 from stopmim.base.errors import DataError, NonFiniteError, UserError
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
 from stopmim.evals import propagation
 from stopmim.evals.inputs import Inputs

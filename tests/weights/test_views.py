@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import stopmim
 from stopmim.data import open_images
-from stopmim.data.crops import STD, normalise, resized
+from stopmim.data.crops import normalise, resized
+from stopmim.data.pixels import STD
 from stopmim.data.transform import Transform, pixels_of
 from stopmim.evals.adapter import Adapter
 from stopmim.evals.feature_files import write_features

@@ -25,8 +25,9 @@ from stopmim.bench.loader import write_photos
 from stopmim.bench.timing import Line, machine, record_lines, wait
 from stopmim.bench.tracking import tracking
 from stopmim.data import workers
-from stopmim.data.crops import MEAN, STD, normalise
+from stopmim.data.crops import normalise
 from stopmim.data.images import Images
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images
 from stopmim.data.subset import Subset

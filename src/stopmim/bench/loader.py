@@ -28,11 +28,12 @@ from torch import Tensor
 from stopmim.base.console import say
 from stopmim.bench.timing import machine, record_lines
 from stopmim.config.schema import Config, OptimConfig, RuntimeConfig
-from stopmim.data.crops import MEAN, STD, crop_box, resized_crop
+from stopmim.data.crops import crop_box, resized_crop
 from stopmim.data.decode import decode
 from stopmim.data.images import Images
 from stopmim.data.index_cache import SETTLED_NS
 from stopmim.data.loading import loader
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import cores

@@ -26,7 +26,7 @@ from torch import Tensor
 from stopmim.base.console import say
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.bench.timing import seconds_per_call, wait
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, Davis, Video, read_ahead, read_mask, write_mask
 from stopmim.data.workers import cores
 from stopmim.evals.features import evaluating

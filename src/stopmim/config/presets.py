@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from stopmim.config.schema import Config, Section, flatten, override
+from stopmim.config.schema import Config, flatten, override
+from stopmim.config.section import Section
 from stopmim.config.yaml_text import parse_yaml, validate
 
 IMAGENET = 1_281_167  # training images of ImageNet-1k

@@ -3,67 +3,24 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from stopmim.base.errors import UserError
 from stopmim.config.architectures import parse_arch
+from stopmim.config.data import DataConfig
+from stopmim.config.section import (
+    Compat,
+    Count,
+    Decay,
+    Fraction,
+    FractionRange,
+    Momentum,
+    Range,
+    Section,
+    count_or_share,
+    has_no_effect,
+)
 from stopmim.config.yaml_text import parse_yaml, validate
-
-
-def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < pair[0] <= pair[1]:
-        raise ValueError(f"must be 0 < smallest <= largest, got {pair[0]:g}, {pair[1]:g}")
-    return pair
-
-
-def _count_or_share(value: object) -> object:
-    # One message of ours: a union would give one for each of its types.
-    fits = value >= 1 if type(value) is int else type(value) is float and 0 < value <= 1
-    if not fits and value is not None:
-        raise ValueError(f"must be a number of patches, or a share of them as 0.4, got {value!r}")
-    return value
-
-
-Compat = Literal["released"]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-FractionRange = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
-Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
-Momentum = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: exact types, no unknown keys, finite numbers, immutable."""
-
-    # Docstrings of attributes are the comments in `--dry-run`.
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def _has_no_effect(section: Section, names: tuple[str, ...], reason: str) -> None:
-    for name in names:
-        if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} has no effect with {reason}; leave it out")
-
-
-class DataConfig(Section):
-    crop_scale: FractionRange = (0.3, 1.0)
-    """area of the random crop as a fraction of the image: smallest, largest"""
-    augmentation: Literal["crop", "flip", "released"] | None = None
-    """crop: random crop; flip: and mirror (MAE); released: and grey, blur; null: by compat"""
-    max_bad: float = Field(default=0.01, ge=0, le=1)
-    """fraction of unreadable images above which the run stops"""
-    skip: str | None = Field(default=None, pattern=r"\.jsonl$")
-    """list of images to leave out: from `stopmim check --fix-list`, or a bad_files.jsonl"""
 
 
 class MaskingConfig(Section):
@@ -77,7 +34,7 @@ class MaskingConfig(Section):
     """height of a rectangle over its width: smallest, largest"""
     context_scale: FractionRange = (0.85, 1.0)
     """area of the visible square, before rectangles are cut out of it: smallest, largest"""
-    context_length: Annotated[Count | Fraction | None, BeforeValidator(_count_or_share)] = None
+    context_length: Annotated[Count | Fraction | None, BeforeValidator(count_or_share)] = None
     """patches the encoder sees: their number, or a share of the grid; null: 28 %"""
     compat: Compat | Literal["none"] | None = None
     """released: the released sampler with its bias; none: corrected; null: as the main compat"""
@@ -88,7 +45,7 @@ class MaskingConfig(Section):
     def _every_knob_has_an_effect(self) -> Self:
         multiblock = ("targets", "target_scale", "target_aspect", "context_scale", "context_length")
         unused = {"multiblock": ("ratio",), "random": (*multiblock, "compat")}
-        _has_no_effect(self, unused.get(self.kind, ()), f"kind: {self.kind}")
+        has_no_effect(self, unused.get(self.kind, ()), f"kind: {self.kind}")
         return self
 
 
@@ -115,7 +72,7 @@ class PositionsConfig(Section):
         stop = ("base", "covariance", "share", "ramp")
         every = (*stop, "sigma", "tokens")
         unused = {"sincos": every, "learned": every, "jitter": stop}.get(self.kind, ())
-        _has_no_effect(self, unused, f"kind: {self.kind}")
+        has_no_effect(self, unused, f"kind: {self.kind}")
         if self.covariance == "conditioned" and self.tokens != "masked":
             what = "does not work with covariance: conditioned, which is for masked tokens only"
             raise ValueError(f"tokens: {self.tokens} {what}; leave out one of them")
@@ -246,13 +203,13 @@ class Config(Section):
                 raise ValueError(f"lowres: needs {key}: {needed}, got {value}")
         if self.compat == "released":
             unused = ("covariance", "tokens", "base", "share", "ramp")
-            _has_no_effect(self.positions, unused, "compat: released")
+            has_no_effect(self.positions, unused, "compat: released")
         most, warmup, ramp = self.optim.epochs, self.optim.warmup_epochs, self.positions.ramp
         for key, epochs in (("optim: warmup_epochs", warmup), ("positions.ramp", ramp)):
             if epochs > most:
                 raise ValueError(f"{key} {epochs:g} is more than {most} epochs")
         if self.target != "pixels":
-            _has_no_effect(self, ("norm_pixels",), f"target: {self.target}")
+            has_no_effect(self, ("norm_pixels",), f"target: {self.target}")
         elif self.compat == "released":
             raise ValueError("compat: the released code predicts features, not target: pixels")
         elif self.optim.ema != (usual := OptimConfig.model_fields["ema"].default):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
+from stopmim.data.pixels import RGB, PixelStats
+
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
@@ -152,7 +152,16 @@ def _blur(images: Tensor, radius: Tensor) -> Tensor:
         return weights(images.shape[2]) @ images @ weights(images.shape[3]).mT
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Normalises (B, 3, H, W) of 0 to 255 to float32 by ImageNet's mean and standard deviation."""
+def normalise(images: Tensor, stats: PixelStats = RGB) -> Tensor:
+    """Normalises (B, C, H, W) in stored units to float32, by the statistics of the channels."""
+    if stats.per_image:
+        x = images.float()
+        mean, std = x.mean((2, 3), keepdim=True), x.std((2, 3), keepdim=True, correction=0)
+        return (x - mean) / std.clamp(min=1e-6)
     # Per channel with Python numbers: a tensor of constants would be copied to the device.
-    return torch.stack([(images[:, c] - 255 * MEAN[c]) / (255 * STD[c]) for c in range(3)], dim=1)
+    channels = list(images.unbind(1))
+    if stats.low is not None and stats.high is not None:
+        bounds = zip(channels, stats.low, stats.high, strict=True)
+        channels = [x.clamp(low, high) for x, low, high in bounds]
+    each = zip(channels, stats.mean, stats.std, strict=True)
+    return torch.stack([(x - mean) / std for x, mean, std in each], dim=1)

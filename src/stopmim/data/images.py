@@ -8,6 +8,9 @@ Any object that satisfies `Images` works everywhere. It may also have
     loose       int: images beside class folders, whose "class" is -1
     label_hint  str: what to do where labels are missing
     in_process  bool: reading is so cheap that worker processes only slow it down
+    channels    int: C, if it is not 3
+    kind        config.data.Kind: type of the numbers, if it is not uint8
+    channel_names  list of str: of the channels, if they have names
 
 and satisfy `Chunked`, `InMemory`, `Together` or `FileBacked`.
 """
@@ -30,7 +33,7 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> np.ndarray:
-        """Returns image `i`, (H, W, 3) uint8; raises BadImageError if it cannot be read."""
+        """Returns image `i`, (H, W, C); raises BadImageError if it cannot be read."""
 
     def name(self, i: int) -> str:
         """Names image `i` in messages."""

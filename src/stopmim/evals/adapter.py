@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.transform import Transform
 from stopmim.evals.features import evaluating
 from stopmim.method.encoder import Pictures, Pool, as_input, take

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL import ImageEnhance as Enhance
 
-from stopmim.data.crops import MEAN
+from stopmim.data.pixels import MEAN
 
 OPERATIONS, CHANCE = 2, 0.5
 STRENGTH, DEVIATION, MOST = 9.0, 0.5, 10.0

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError, NonFiniteError, check_least
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.crops import STD, normalise
+from stopmim.data.crops import normalise
+from stopmim.data.pixels import STD
 from stopmim.data.videos import Video, read_ahead
 from stopmim.data.workers import cores
 from stopmim.evals.features import Device, evaluating

@@ -94,7 +94,9 @@ def build(config: Config) -> MaskedImageModel:
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         # On the CPU whatever the device will be: a seed gives the same weights everywhere.
         torch.manual_seed(seed_of("init", config.seed))
-        encoder = VisionTransformer.from_arch(config.arch, config.image_size, config.class_token)
+        encoder = VisionTransformer.from_arch(
+            config.arch, config.image_size, config.class_token, config.data.channels or 3
+        )
         predictor = Predictor(
             build_positions(config),
             size.width,  # D

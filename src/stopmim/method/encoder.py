@@ -85,18 +85,18 @@ def take(tokens: Tensor, index: Tensor) -> Tensor:
 class PatchEmbed(nn.Module):
     """The usual strided convolution, computed as one matrix product per patch."""
 
-    def __init__(self, patch: int, width: int) -> None:
+    def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)  # for names and shapes
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch)  # for names and shapes
 
     def forward(self, images: Tensor, index: Tensor | None = None) -> Tensor:
-        """(B, 3, H, W) -> (B, N, D), or (B, K, D): patches not in `index` (B, K) cost nothing."""
+        """(B, C, H, W) -> (B, N, D), or (B, K, D): patches not in `index` (B, K) cost nothing."""
         p = self.patch
-        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 3, rows, p, cols, p)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3 * p * p)
+        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, C, rows, p, cols, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, C * p * p)
         if index is not None:  # before the product: hidden patches cost nothing
-            patches = take(patches, index)  # (B, K, 3 * p * p)
+            patches = take(patches, index)  # (B, K, C * p * p)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -175,6 +175,7 @@ class VisionTransformer(nn.Module):
         image_size: edge of the images it is trained on; others work, the table is then resized.
         patch: edge of a patch, in pixels.
         class_token: whether a learned token comes before those of the patches.
+        channels: C of its images; 3 are red, green and blue.
     """
 
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
@@ -191,6 +192,7 @@ class VisionTransformer(nn.Module):
         heads: int,
         mlp_ratio: float = 4.0,
         class_token: bool = False,
+        channels: int = 3,
     ) -> None:
         super().__init__()
         if image_size % patch:
@@ -200,7 +202,7 @@ class VisionTransformer(nn.Module):
         # side: patches along one edge, S; N = S * S
         self.side, self.patch, self.width, self.heads = image_size // patch, patch, width, heads
         self.transform: Callable[[Pictures], Tensor] = no_transform  # `load_encoder` sets it
-        self.patch_embed = PatchEmbed(patch, width)
+        self.channels, self.patch_embed = channels, PatchEmbed(patch, width, channels)
         self.pool: Pool = "cls" if class_token else "mean"
         self.prefix = int(class_token)  # tokens before those of the patches
         # The class token has no place: zeros, as in MAE.
@@ -215,13 +217,12 @@ class VisionTransformer(nn.Module):
 
     @classmethod
     def from_arch(
-        cls, arch: str, image_size: int, class_token: bool = False
+        cls, arch: str, image_size: int, class_token: bool = False, channels: int = 3
     ) -> "VisionTransformer":
         """The encoder called `arch`, for example ``"vit_b16"``."""
         size, patch = parse_arch(arch)
-        return cls(
-            image_size, patch, size.width, size.depth, size.heads, size.mlp_ratio, class_token
-        )
+        sizes = (patch, size.width, size.depth, size.heads, size.mlp_ratio)
+        return cls(image_size, *sizes, class_token, channels)
 
     def embed(self, images: Tensor, index: Tensor | None = None) -> Tensor:
         """Patches with their positions, (B, N, D), or (B, K, D) for those at `index` (B, K)."""

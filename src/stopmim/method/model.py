@@ -24,15 +24,15 @@ from stopmim.method.predictor import Noise, Predictor
 
 
 class Batch(NamedTuple):
-    images: Tensor  # (B, 3, H, W), normalised
+    images: Tensor  # (B, C, H, W), normalised; C is 3 for RGB
     context: Tensor  # (B, C) int64 patch numbers
     targets: Tensor  # (M, B, K) int64 patch numbers
     cells: Tensor | None = None  # (M, B, L) from masks.cells, for `HalfResolution`
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """(B, 3, H, W) -> (B, N, p * p * 3): pixels by row, column and channel, the order of MAE."""
-    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, 3, rows, p, cols, p)
+    """(B, C, H, W) -> (B, N, p * p * C): pixels by row, column and channel, the order of MAE."""
+    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, rows, p, cols, p)
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import read_json, read_tree
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.transform import Transform
 from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.weights import vit

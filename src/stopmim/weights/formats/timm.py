@@ -16,7 +16,7 @@ from torch import nn
 from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.base.sandbox import one_line
-from stopmim.data.crops import MEAN, STD
+from stopmim.data.pixels import MEAN, STD
 from stopmim.data.transform import Transform
 from stopmim.method.encoder import EPS, VisionTransformer
 from stopmim.weights import vit
