@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 # Before torch is imported: cases share the cores, and equal sums need equal threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

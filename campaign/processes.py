@@ -5,6 +5,7 @@ leads a session, so that everything it starts can be found, measured and ended.
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import re
@@ -27,6 +28,7 @@ SHM = Path("/dev/shm")
 POLL = 0.005  # seconds between two looks at whether a command has ended
 SAMPLE = 0.1  # seconds between two looks at its memory
 GRACE = 8.0  # seconds in which what a command has started must end after it; workers look every 5
+LOUDEST = 1 << 20  # bytes of what a command says that are kept
 PR_SET_PDEATHSIG = 1
 
 _libc: Any = ctypes.CDLL(None)
@@ -82,27 +84,34 @@ class Started:
         self.seen = set[int]()  # every process of it
         self.base, self.memory, self.beyond = resident(os.getpid()), 0, ""
         self.start = self.sampled = time.monotonic()
-        self.status: tuple[int, int] | None = None  # exit code and most resident bytes
+        self.code: int | None = None
+        # Pipes, not files: a limit on the size of files must not silence it.
+        self.pipes = {name: os.pipe() for name in ("out", "err")}
+        self.text = {name: b"" for name in self.pipes}
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
             self._run()
+        for reader, writer in self.pipes.values():
+            os.close(writer)
+            os.set_blocking(reader, False)
 
     def _run(self) -> NoReturn:
         """Body of the child."""
         die_with_parent()
         os.setsid()
-        for number, name in enumerate(("in", "out", "err")):
-            flags = os.O_RDONLY if name == "in" else os.O_WRONLY | os.O_CREAT
-            path = Path(os.devnull) if name == "in" else self.folder / name
-            os.dup2(os.open(path, flags), number)
+        for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), *self._writers())):
+            os.dup2(fd, number)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
         sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
         os.environ |= {"TMPDIR": str(self.temporary), **self.env}
         tempfile.tempdir = None  # so that it is chosen anew
         self._limit()
         ended(self.job)
+
+    def _writers(self) -> list[int]:
+        return [writer for _, writer in self.pipes.values()]
 
     def _limit(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -115,18 +124,25 @@ class Started:
 
     def is_over(self) -> bool:
         """Whether it has ended by itself, or been ended for going beyond its limits."""
-        if self.status is not None:
+        if self.code is not None:
             return True
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         now = time.monotonic()
+        self._listen()
         if pid:
             self.memory = max(self.memory, usage.ru_maxrss * 1024 - self.base)
-            self.status = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+            self.code = os.waitstatus_to_exitcode(status)
             self.seconds = now - self.start
         elif now - self.sampled > SAMPLE:
             self.sampled = now
             self._measure(now)
-        return self.status is not None
+        return self.code is not None
+
+    def _listen(self) -> None:
+        for name, (reader, _) in self.pipes.items():
+            with contextlib.suppress(BlockingIOError):
+                while part := os.read(reader, 1 << 16):
+                    self.text[name] = (self.text[name] + part)[:LOUDEST]
 
     def _measure(self, now: float) -> None:
         pids = in_session(self.pid)
@@ -154,10 +170,13 @@ class Started:
         """Waits for the end, and for the end of everything that it has started."""
         while not self.is_over():
             time.sleep(POLL)
-        assert self.status is not None
-        said, printed = ((self.folder / name).read_text(errors="replace") for name in ("err", "out"))
+        assert self.code is not None
+        for name, (reader, _) in self.pipes.items():
+            os.close(reader)
+            (self.folder / name).write_bytes(self.text[name])
+        printed, said = (text.decode(errors="replace") for text in self.text.values())
         left = tuple(self._left())
-        return Ended(self.status[0], said, printed, self.seconds, self.memory, self.beyond, left)
+        return Ended(self.code, said, printed, self.seconds, self.memory, self.beyond, left)
 
     def _left(self) -> list[str]:
         until = time.monotonic() + GRACE

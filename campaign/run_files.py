@@ -125,6 +125,7 @@ def plant(case: Case, run: Path, victim: Path) -> str:
 def perform(case: Case, name: str, run: Path) -> Ended:
     images = case.shared / "images"
     data: list[str | Path] = ["--data", images, "--hold-out", "0.2", "--random-inits", "1"]
+    skip: list[str | Path] = ["--skip", run / "bad_files.jsonl"]
     out = case.folder / f"out{case.commands}"
     match name:
         case "resume":
@@ -132,9 +133,9 @@ def perform(case: Case, name: str, run: Path) -> Ended:
         case "export":
             line = ["export", run, "--to", "safetensors", "--out", out]
         case "features":
-            line = ["features", images, "--encoder", run, "--out", out.with_suffix(".npz")]
+            line = ["features", images, "--encoder", run, "--out", out.with_suffix(".npz"), *skip]
         case "eval knn" | "eval suite":
-            line = [*name.split(), run, *data, "--skip", run / "bad_files.jsonl"]
+            line = [*name.split(), run, *data, *skip]
         case _:
             line = [*name.split(), run]
     return case.run(*line, limits=LIMITS)
