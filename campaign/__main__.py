@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which an optimizer imports, in more time than a case takes
 
-from campaign import checkpoints, configs, kills, races, run_files, storage
+from campaign import checkpoints, configs, hostile, kills, races, rank_faults, run_files, storage
 from campaign.cases import Family, Outcome, run_family
 from campaign.record import record, table, write_json, write_page
 from stopmim.base.console import duration
 
 FAMILIES = {
     module.FAMILY.name: module.FAMILY
-    for module in (kills, checkpoints, run_files, configs, storage, races)
+    for module in (kills, checkpoints, run_files, configs, hostile, storage, races, rank_faults)
 }
 
 

@@ -110,7 +110,8 @@ class Family:
     quick: int
     long: int
     case: Callable[[Case], None]
-    prepare: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], None] = lambda folder: None  # writes what cases share
+    load: Callable[[], object] = lambda: None  # fills caches that forks inherit
 
 
 @dataclass
@@ -142,6 +143,7 @@ def run_family(
     shared = root / family.name / "shared"
     shared.mkdir(parents=True)
     begin = time.monotonic()
+    family.load()
     _prepare(family, shared)
     outcome = Outcome(family.name, family.claim)
     waiting, running = iter(numbers), dict[int, tuple[int, Path, float]]()
