@@ -69,7 +69,9 @@ def _run(family: Family, asked: argparse.Namespace, root: Path) -> Outcome:
             end = "\r" if sys.stdout.isatty() and outcome.cases < len(numbers) else "\n"
             failed = f", {len(outcome.failures)} failed" if outcome.failures else ""
             share = f"{outcome.cases}/{len(numbers)}"
-            print(f"{family.name} {share}{failed}, {duration(outcome.seconds)}", end=end, flush=True)
+            print(
+                f"{family.name} {share}{failed}, {duration(outcome.seconds)}", end=end, flush=True
+            )
 
     return run_family(
         family,

@@ -1,4 +1,4 @@
-"""Families of cases: each case is a fork, a function of (seed, number), and one command repeats it."""
+"""Families of cases: a case is a fork, and a function of (seed, number): one command repeats it."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaign.processes import (
+    USUAL,
     Ended,
     Limits,
     Started,
@@ -59,7 +60,7 @@ class Case:
     def start(
         self,
         *words: str | Path,
-        limits: Limits = Limits(),
+        limits: Limits = USUAL,
         before: Callable[[], object] = lambda: None,
     ) -> Started:
         """Starts ``stopmim WORDS``."""
@@ -72,7 +73,7 @@ class Case:
     def run(
         self,
         *words: str | Path,
-        limits: Limits = Limits(),
+        limits: Limits = USUAL,
         before: Callable[[], object] = lambda: None,
     ) -> Ended:
         """``stopmim WORDS`` from beginning to end, which must be a documented one."""

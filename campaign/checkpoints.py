@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from campaign.cases import Case, Family, need
 from campaign.damage import BYTES
@@ -9,16 +10,18 @@ from campaign.sample import (
     HALF,
     copy,
     need_same,
-    prepare as prepare_runs,
     same_model,
     train,
     words,
     write_config,
     write_other_images,
 )
+from campaign.sample import (
+    prepare as prepare_runs,
+)
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
-OTHERS = {  # runs of the same shape
+OTHERS: dict[str, dict[str, Any]] = {  # runs of the same shape
     "seed": {"seed": 1},
     "lr": {"optim.lr": 7e-4},
     "sigma": {"positions.sigma": 0.3},
@@ -30,10 +33,9 @@ REFUSED = {2, 3, 4}
 
 def prepare(folder: Path) -> None:
     prepare_runs(folder)
-    usual = {"runtime.health_every": 5, "data.max_bad": 0.5}
     images = write_other_images(folder / "others")
     for name, changes in OTHERS.items():
-        config = write_config(folder / f"{name}.yaml", **usual | changes)
+        config = write_config(folder / f"{name}.yaml", **changes)
         train(images if name == "data" else folder / "images", folder / name, config, HALF)
         need(not same_model(folder / name, folder / "half"), f"{name}: the same run")
 
@@ -64,9 +66,9 @@ def damage(case: Case, run: Path) -> str:
             return f"{', '.join(some)} of {other.name} in {step.name}"
         case 4:  # whole checkpoints of another run
             chosen = dice.choice((steps, [step]))
-            for one in chosen:
-                shutil.rmtree(one)
-                shutil.copytree(other / "checkpoints" / one.name, one)
+            for old in chosen:
+                shutil.rmtree(old)
+                shutil.copytree(other / "checkpoints" / old.name, old)
             return f"{len(chosen)} checkpoints of {other.name}"
         case _:  # the same run, at the wrong place
             return _moved(case, steps)

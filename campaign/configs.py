@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
+from safetensors.torch import load_file
 
 from campaign.cases import Case, Family, need
 from campaign.processes import GIB, Limits
-from campaign.sample import stop_at, words, write_images
-from safetensors.torch import load_file
+from campaign.sample import USUAL, stop_at, words, write_images
 from stopmim.config.schema import Config, flatten, type_of
 from stopmim.runs.checkpoint import newest_intact
 from tiny import tiny
@@ -48,14 +48,23 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "runtime.keep": (2, 3, 10**9),
     "runtime.mirror": ("none",),
 }
-NUMBERS = (
+NUMBERS: tuple[float, ...] = (
     *(0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30),
     *(0.0, -0.0, 1.0, 1 - 1e-16, 1 + 1e-9, 1e-320, 1e-45, 1e-8, 0.5, 1e8, 1e38, 1e39, 1e300),
     *(100_000, 1_000_000, -1e300, float("nan"), float("inf"), float("-inf")),
 )
-OTHERS = (
+OTHERS: tuple[Any, ...] = (
     *(None, True, False, "", "x", "1e-4", "0.5", "auto", "no", "~", "null", "a\nb", "\x1b[31m"),
-    *("é" * 300, "/dev/zero", "../..", "vit_micro0", "vit_b-1", "vit_micro99999999999", "vit_", "4"),
+    *(
+        "é" * 300,
+        "/dev/zero",
+        "../..",
+        "vit_micro0",
+        "vit_b-1",
+        "vit_micro99999999999",
+        "vit_",
+        "4",
+    ),
     *("vit_g1", "vit_micro٣", "x.jsonl", "/dev/zero.jsonl", "/", ".", "list:/dev/zero", "9" * 5000),
     *([], [0], [1, 2, 3], [0.1, 0.2], [1.0, 1.0], [0, 0], [1, 0.5], [[1], [2]], {}, {"a": 1}),
     *([0.0, 1e-300], [1e-9, 1e9], [float("nan"), 1.0], [1.0, float("inf")], ["a", "b"]),
@@ -122,11 +131,13 @@ def case(case: Case) -> None:
     case.about = str(changes)[:300]
     images, out = case.shared / "images", case.folder / "run"
     config = case.folder / "config.yaml"
-    tree = tiny(**{"data.max_bad": 0.5}).model_dump(mode="json")
+    tree = tiny(**USUAL).model_dump(mode="json")
     options: list[str] = []
     if case.dice.random() < 0.3:  # on the command line
         for key, value in changes.items():
-            text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
+            text = (
+                value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
+            )
             options += [f"--{key}={text.removesuffix('...' + chr(10)).strip()}"]
     else:
         for key, value in changes.items():

@@ -73,7 +73,15 @@ def empty(data: bytes, dice: random.Random) -> bytes:
     return b""
 
 
-BYTES: list[Callable[[bytes, random.Random], bytes]] = [flip, cut, zero, noise, longer, twice, empty]
+BYTES: list[Callable[[bytes, random.Random], bytes]] = [
+    flip,
+    cut,
+    zero,
+    noise,
+    longer,
+    twice,
+    empty,
+]
 
 
 def absurd_json(text: str, dice: random.Random) -> str:

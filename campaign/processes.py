@@ -21,20 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch._dynamo  # which an optimizer imports, in more time than a run takes
-
-import stopmim.ablations.run
-import stopmim.evals.compare
-import stopmim.evals.feature_files
-import stopmim.evals.suite
-import stopmim.evals.table
-import stopmim.health.doctor
-import stopmim.insight.analyse
-import stopmim.insight.report.page
-import stopmim.train.advice
-import stopmim.train.loop
-import stopmim.weights.export
-import stopmim.weights.inspect
 from stopmim.__main__ import run
 
 GIB = 1 << 30
@@ -56,6 +42,9 @@ class Limits:
     memory: int = 3 * GIB  # resident bytes of all its processes, above those of this one
     file: int | None = None  # bytes of a file, as RLIMIT_FSIZE
     space: int | None = None  # bytes of address space above those of this process, as RLIMIT_AS
+
+
+USUAL = Limits()
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Started:
 
     job: Callable[[], int | None]
     folder: Path
-    limits: Limits = Limits()
+    limits: Limits = USUAL
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,7 +195,7 @@ class Started:
 def command(
     words: list[str],
     folder: Path,
-    limits: Limits = Limits(),
+    limits: Limits = USUAL,
     *,
     env: Mapping[str, str] | None = None,
     before: Callable[[], object] = lambda: None,

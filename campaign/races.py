@@ -6,22 +6,23 @@ from pathlib import Path
 
 from campaign.cases import DOCUMENTED, VERDICTS, Case, Family, need
 from campaign.processes import Started
-from campaign.sample import copy, need_same, prepare as prepare_runs, train, words, write_config
+from campaign.sample import copy, need_same, train, words, write_config
+from campaign.sample import prepare as prepare_runs
 from campaign.storage import resumed, slowly
 
 IN_USE, CHECKPOINT = 8, 4
+OTHERS = {
+    "busy": {"runtime.save_every": 1, "optim.epochs": 8},
+    "workers": {"runtime.workers": 2},
+}
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def prepare(folder: Path) -> None:
     """Besides the usual runs one that saves and prunes after every update, and one with workers."""
     prepare_runs(folder)
-    for name, changes in {
-        "busy": {"runtime.save_every": 1, "optim.epochs": 8},
-        "workers": {"runtime.workers": 2},
-    }.items():
-        usual = {"runtime.health_every": 5, "data.max_bad": 0.5}
-        config = write_config(folder / f"{name}.yaml", **usual | changes)
+    for name, changes in OTHERS.items():
+        config = write_config(folder / f"{name}.yaml", **changes)
         train(folder / "images", folder / name, config)
 
 

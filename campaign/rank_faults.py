@@ -172,13 +172,12 @@ def failing(case: Case, out: Path, config: Config) -> None:
 def disagreeing(case: Case, out: Path, config: Config) -> None:
     """Another config or other images on one rank: refused before the first update."""
     rank, other = case.dice.randrange(2), case.dice.choice(("seed", "lr", "images"))
-    changes: dict[str, Any] = {"seed": {"seed": 1}, "lr": {"optim.lr": 1e-5}}.get(other, {})
+    changes: dict[str, Any] = {"seed": 1} if other == "seed" else {"optim.lr": 1e-5}
 
     def job(here: int) -> None:
         mine = here == rank
         images = NoiseImages(48 if mine and other == "images" else 40)
-        parallel = {"runtime.parallel": config.runtime.parallel}
-        pretrain(images, out, tiny(**parallel, **(changes if mine else {})))
+        pretrain(images, out, config, **(changes if mine and other != "images" else {}))
 
     ended = _ends(case, job, SILENT)
     need([rank.code for rank in ended] == [2, 2], str(ended))

@@ -8,7 +8,8 @@ from pathlib import Path
 from campaign.cases import Case, Family, need
 from campaign.damage import BYTES, absurd_json, absurd_lines
 from campaign.processes import GIB, Ended, Limits, command
-from campaign.sample import copy, prepare as prepare_runs, same_model, words
+from campaign.sample import copy, same_model, words
+from campaign.sample import prepare as prepare_runs
 
 FILES = ("run.json", "metrics.jsonl", "results.jsonl", "bad_files.jsonl", "run.lock")
 # Whatever a command writes into a run; a link there must not lead it elsewhere.

@@ -15,10 +15,12 @@ from stopmim.runs.checkpoint import newest_intact
 from tiny import assert_same_run, tiny, write_folder
 
 HALF = 6  # updates of the ten, with checkpoints of steps 3 and 6
+USUAL = {"runtime.health_every": 5, "data.max_bad": 0.5}  # one image is broken
 
 
 def write_config(path: Path, **changes: Any) -> Path:
-    path.write_text(yaml.safe_dump(tiny(**changes).model_dump(mode="json")))
+    """Writes the config of a tiny run, with `changes`, as a file for --preset."""
+    path.write_text(yaml.safe_dump(tiny(**USUAL | changes).model_dump(mode="json")))
     return path
 
 
@@ -66,8 +68,7 @@ def train(images: Path, out: Path, config: Path, until: int | None = None) -> Pa
 def prepare(folder: Path, **changes: Any) -> None:
     """images/, config.yaml, and two runs: whole/ of ten updates, half/ of its first six."""
     images = write_images(folder / "images")
-    usual = {"runtime.health_every": 5, "data.max_bad": 0.5}
-    config = write_config(folder / "config.yaml", **usual | changes)
+    config = write_config(folder / "config.yaml", **changes)
     for name, until in (("whole", None), ("half", HALF)):
         train(images, folder / name, config, until)
 
