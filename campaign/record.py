@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def markdown(done: Record) -> str:
 
 
 def write_json(done: Record, path: Path) -> None:
-    tree: dict[str, Any] = asdict(done)
+    tree: dict[str, Any] = vars(done) | {"outcomes": [vars(one) for one in done.outcomes]}
     path.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
