@@ -19,7 +19,15 @@ from stopmim.base.console import duration
 from stopmim.base.memory import main_memory
 
 BEGIN, END = "<!-- campaign -->", "<!-- end -->"
-SHOWN = ("kills", "inside saves", "files", "refused", "exact", "trained")  # counts beside commands
+SHOWN = (
+    "kills",
+    "inside saves",
+    "files",
+    "refused",
+    "exact",
+    "trained",
+    "rescued",
+)  # counts beside commands
 
 
 @dataclass(frozen=True)

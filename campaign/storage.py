@@ -9,7 +9,7 @@ from pathlib import Path
 
 from campaign.cases import Case, Family, need
 from campaign.processes import Limits, Started
-from campaign.sample import copy, need_same, prepare, words
+from campaign.sample import copy, need_same, prepare, same_model, words
 from kill import SAVING
 from stopmim.runs import saver
 
@@ -26,12 +26,17 @@ def case(case: Case) -> None:
     kind(case)
 
 
-def resumed(case: Case, run: Path) -> None:
-    """The same command, once the disk is well again, ends with the uninterrupted run."""
+def resumed(case: Case, run: Path, *, logged: bool = True) -> None:
+    """The same command, once the disk is well again, ends with the uninterrupted run.
+
+    Unless `logged`, its log is lost, and the model alone is compared.
+    """
     line = words(case.shared / "images", run, case.shared / "config.yaml")
     done = case.run(*line)
     need(done.code == 0, f"not resumed: {done}")
-    need_same(run, case.shared / "whole")
+    if logged:
+        need_same(run, case.shared / "whole")
+    need(same_model(run, case.shared / "whole"), "resumed to another model")
 
 
 def full_at_a_point(case: Case) -> None:
@@ -97,7 +102,8 @@ def moved(case: Case) -> None:
     resumed(case, run)
     for path in elsewhere:  # a save elsewhere resumes as well
         if path != run and (path / "run.json").exists():
-            resumed(case, path)
+            resumed(case, path, logged=False)
+            case.counts["rescued"] += 1
 
 
 def removed(case: Case) -> None:
@@ -111,9 +117,10 @@ def removed(case: Case) -> None:
     done = started.finish()
     case.judge(done)
     need(done.code == STORAGE or is_late, f"code 0, and the run is lost: {done}")
-    for path in case.folder.glob("run*"):
+    for path in case.folder.glob("run*"):  # a save elsewhere
         if (path / "run.json").exists():
-            resumed(case, path)
+            resumed(case, path, logged=False)
+            case.counts["rescued"] += 1
 
 
 def mounted(case: Case, size: int) -> Path:

@@ -1,4 +1,4 @@
-"""The campaign notices what it looks for, repeats a case exactly, and passes a few of each family."""
+"""The campaign notices what it looks for, and passes a few cases of each family."""
 
 import json
 import subprocess
@@ -55,8 +55,8 @@ def case(case):
 
 from campaign import processes
 processes.GRACE = 0.5
-root = Path(sys.argv[1])
-outcome = run_family(Family("planted", "", 1, 1, case), range(len(PLANTED)), seed=0, jobs=2, root=root)
+family, numbers = Family("planted", "", 1, 1, case), range(len(PLANTED))
+outcome = run_family(family, numbers, seed=0, jobs=2, root=Path(sys.argv[1]))
 for number, (_, word) in enumerate(PLANTED):
     problem = outcome.failures.get(number, "")
     assert word in problem and bool(word) == bool(problem), (number, word, problem)
