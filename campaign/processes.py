@@ -85,6 +85,7 @@ class Started:
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
         self.seen = set[int]()  # every process of it
+        self.old = shared_memory()
         self.base, self.memory, self.beyond = resident(os.getpid()), 0, ""
         self.start = self.sampled = time.monotonic()
         self.code: int | None = None
@@ -189,7 +190,8 @@ class Started:
         found = [f"process {pid} ({name_of(pid)})" for pid in alive]
         kill_all(alive)
         found += [f"file {path}" for path in sorted(self.temporary.iterdir())]
-        return found + [f"shared memory {name}" for name in shared_memory(self.seen | {self.pid})]
+        new = shared_memory() - self.old
+        return found + [f"shared memory {x}" for x in new if owner(x) in self.seen | {self.pid}]
 
 
 def command(
@@ -270,7 +272,11 @@ def kill_all(pids: list[int]) -> None:
             continue
 
 
-def shared_memory(pids: set[int]) -> list[str]:
-    """Segments that one of `pids` has made: torch writes its number into the name."""
-    names = [path.name for path in SHM.iterdir()] if SHM.is_dir() else []
-    return [x for x in names if (owner := re.search(r"\D(\d+)_", x)) and int(owner[1]) in pids]
+def shared_memory() -> set[str]:
+    return {path.name for path in SHM.iterdir()} if SHM.is_dir() else set()
+
+
+def owner(name: str) -> int | None:
+    """The process that made a segment of shared memory: torch writes its number into the name."""
+    found = re.search(r"\D(\d+)_", name)
+    return int(found[1]) if found else None
