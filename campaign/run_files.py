@@ -19,9 +19,16 @@ WRITTEN = (
     *(".report.html.tmp", "report.html", "evaluation.html", ".evaluation.html.tmp"),
     *("evaluation.json", "evaluation.md", "figures/masks.png", "crash-rank0.txt"),
 )
-FOLDERS = ("figures", "checkpoints", "checkpoints/step-00000009", "checkpoints/step-00000010")
+FOLDERS = (
+    "tensorboard",
+    "figures",
+    "checkpoints",
+    "checkpoints/step-00000009",
+    "checkpoints/step-00000010",
+)
 COMMANDS = {  # name: weight
     "resume": 4,
+    "mirror": 1,  # resumes, and writes its metrics for TensorBoard as well
     "doctor": 2,
     "doctor --json": 1,
     "report": 3,
@@ -53,10 +60,11 @@ def case(case: Case) -> None:
     before = state(victim)
     case.about = harm(case, run, victim)
     (name,) = case.dice.choices(list(COMMANDS), list(COMMANDS.values()))
+    name = "mirror" if "tensorboard" in case.about else name
     done = perform(case, name, run)
     need(state(victim) == before, f"{name} has touched another file: {done}")
     shared = case.shared / "whole"
-    if name == "resume" and done.code == 0:
+    if name in ("resume", "mirror") and done.code == 0:
         need(same_model(run, shared), "resumed with code 0 to another model")
     # What a damaged run has become is readable again, or refused.
     again = perform(case, "doctor" if name != "doctor" else "inspect", run)
@@ -129,8 +137,9 @@ def perform(case: Case, name: str, run: Path) -> Ended:
     skip: list[str | Path] = ["--skip", run / "bad_files.jsonl"]
     out = case.folder / f"out{case.commands}"
     match name:
-        case "resume":
+        case "resume" | "mirror":
             line: list[str | Path] = [*words(images, run, case.shared / "config.yaml")]
+            line += ["--runtime.mirror", "tensorboard"] if name == "mirror" else []
         case "export":
             line = ["export", run, "--to", "safetensors", "--out", out]
         case "features":
