@@ -92,7 +92,7 @@ def _interrupt(case: Case, started: Started) -> int:
 
 
 def interrupted(case: Case) -> None:
-    """Training that is told to end, at any moment, answers within two seconds and resumes."""
+    """Training that is told to end, at any moment, is over within ten seconds and resumes."""
     name = case.dice.choice(("config", "workers"))
     run = case.folder / "run"
     line = words(case.shared / "images", run, case.shared / f"{name}.yaml")
