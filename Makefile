@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 # Tests start many processes: where this is set, each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-gpu test-lowest bench docs tables tutorial dist clean
+.PHONY: help demo check test test-all test-gpu test-lowest campaign bench docs tables tutorial dist clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
 
 test-lowest: .venv-lowest/done ## the fast tests with the lowest versions that pyproject.toml admits
 	.venv-lowest/bin/pytest -q -n 2 -W default # old libraries warn of newer ones
+
+campaign: .venv/dev ## kills, damage, hostile files and races: ten minutes on two CPU cores; hours with LONG=1
+	$(BIN)/python -m campaign $(if $(LONG),--long)
 
 bench: .venv/base ## time one training step on this machine
 	$(BIN)/stopmim bench step

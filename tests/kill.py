@@ -18,10 +18,16 @@ import torch._dynamo  # which an optimizer imports, in more time than a run take
 
 from stopmim import Run, pretrain
 from stopmim.base.faults import faultpoint
+from stopmim.config.schema import Config
 from stopmim.runs import saver
 from tiny import NoiseImages, assert_same_run, tiny
 
 DELAY = 0.03  # seconds at every point of a slow save: an update takes less
+# In the thread that saves, but for the first: from the copy on the device to the old checkpoints.
+SAVING = [
+    *("save.copied", "save.begin", "save.host", "save.model", "save.optimizer", "save.hashed"),
+    *("save.synced", "save.moved", "save.renamed"),
+]
 
 
 def slowly(name: str) -> None:
@@ -29,7 +35,7 @@ def slowly(name: str) -> None:
     faultpoint(name)
 
 
-def attempt(out: Path, fault: str | None) -> int:
+def attempt(out: Path, fault: str | None, config: Config | None = None) -> int:
     """Trains in a child process; returns the signal that killed it, or 0."""
     slow, point = (fault or "").startswith("slow:"), (fault or "").removeprefix("slow:")
     timed = point.startswith("after@")
@@ -42,7 +48,7 @@ def attempt(out: Path, fault: str | None) -> int:
             if point and not timed:
                 os.environ["STOPMIM_FAULT"] = f"{point}:kill"
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends in a moment
-            pretrain(NoiseImages(), out, tiny())
+            pretrain(NoiseImages(), out, config or tiny())
             status = 0
         finally:
             os._exit(status)

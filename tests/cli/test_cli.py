@@ -169,12 +169,15 @@ def test_a_dry_run_is_a_preset_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_config_keys_may_stand_anywhere_in_any_spelling() -> None:
     words = "pretrain --optim.ema 0.9 1 D --image-size=48 --masking.target_scale [0.1,0.2] --out x"
+    words += " --optim.betas=[0.9,0.99] --seed=3"
     rest, changes = split_changes(words.split())
     assert rest == ["pretrain", "D", "--out", "x"]
     assert changes == {
         "optim.ema": [0.9, 1],
         "image_size": 48,
         "masking.target_scale": [0.1, 0.2],
+        "optim.betas": [0.9, 0.99],
+        "seed": 3,
     }
 
 

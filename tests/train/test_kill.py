@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# In the thread that saves, but for the first: from the copy on the device to the old checkpoints.
-SAVING = [
-    *("save.copied", "save.begin", "save.host", "save.model", "save.optimizer", "save.hashed"),
-    *("save.synced", "save.moved", "save.renamed"),
-]
+from kill import SAVING
+
 FEW = [
     "slow:step.end@5",  # the checkpoint of step 3 is being written
     *("save.copied@2", "save.begin@1", "save.model@2", "save.synced@1", "save.moved@2"),

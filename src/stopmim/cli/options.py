@@ -69,10 +69,8 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             rest.append(word)
             continue
         values = [value] if equals else []
-        while len(values) < _arity(key) and words:
+        while len(values) < _arity(key) and words and not "".join(values).startswith("["):
             values.append(words.pop(0))
-            if values[0].startswith("["):
-                break
         if not values:
             raise UserError(f"--{name}: a value is missing")
         if takes_text(key) and values[0] != "null":

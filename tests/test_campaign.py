@@ -1,0 +1,118 @@
+"""The campaign notices what it looks for, and passes a few cases of each family."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# Commands that do what none may do, each with a word of the complaint.
+PLANTED = """
+import mmap, os, subprocess, sys, tempfile, time
+from pathlib import Path
+from campaign.cases import Family, run_family
+from campaign.processes import Limits, Started
+
+def shared_memory():
+    Path(f"/dev/shm/torch_{os.getpid()}_planted").touch()
+
+def complaint(*lines):
+    for line in lines:
+        print(f"stopmim: error: {line}", file=sys.stderr)
+    return 4
+
+PLANTED = [
+    (lambda: 0, ""),
+    (lambda: complaint("one line"), ""),
+    (lambda: 1, "code 1"),
+    (lambda: os.abort(), "code -6"),
+    (lambda: 4, "not one line"),
+    (lambda: complaint("a", "b"), "not one line"),
+    (lambda: complaint("x" * 5000), "a line of 5016 characters"),
+    (lambda: complaint(chr(27) + "[2J"), "control characters"),
+    (lambda: 1 / 0, "code 1"),
+    (lambda: subprocess.Popen(["sleep", "60"]) and 0, "left behind process"),
+    (lambda: tempfile.mkdtemp() and 0, "left behind file"),
+    (lambda: shared_memory(), "left behind shared memory torch_"),
+    (lambda: time.sleep(60), "took more than 2 s"),
+    (lambda: len(bytearray(os.urandom(1)) * (600 << 20)) and time.sleep(1), "MiB"),
+]
+
+def case(case):
+    job, _ = PLANTED[case.number]
+    started = Started(job, case.folder / "command", Limits(seconds=2, memory=400 << 20))
+    case.judge(started.finish())
+
+from campaign import processes
+processes.GRACE = 0.5
+family, numbers = Family("planted", "", 1, 1, case), range(len(PLANTED))
+outcome = run_family(family, numbers, seed=0, jobs=2, root=Path(sys.argv[1]))
+for number, (_, word) in enumerate(PLANTED):
+    problem = outcome.failures.get(number, "")
+    assert word in problem and bool(word) == bool(problem), (number, word, problem)
+for path in Path("/dev/shm").glob("torch_*_planted"):
+    path.unlink()
+print(len(outcome.failures), "noticed")
+"""
+
+
+def test_what_no_command_may_do_is_noticed(tmp_path: Path) -> None:
+    done = python("-c", PLANTED, str(tmp_path))
+    assert done.stdout == "12 noticed\n", done.stdout + done.stderr
+
+
+def campaign(folder: Path, *words: str) -> dict[str, Any]:
+    """The record of a campaign."""
+    done = python("-m", "campaign", *words, "--json", str(folder / "record.json"))
+    assert (folder / "record.json").exists(), done.stderr
+    record: dict[str, Any] = json.loads((folder / "record.json").read_text())
+    failures = {one["family"]: one["failures"] for one in record["outcomes"]}
+    assert done.returncode == any(failures.values()), done.stdout
+    return record
+
+
+def test_a_few_cases_of_the_quick_families_pass(tmp_path: Path) -> None:
+    record = campaign(tmp_path, "checkpoints", "configs", "storage", "--count", "3")
+    assert [one["cases"] for one in record["outcomes"]] == [3, 3, 3]
+    assert [one["failures"] for one in record["outcomes"]] == [{}, {}, {}]
+    resumed, configs, _ = (one["counts"] for one in record["outcomes"])
+    assert resumed["exact"] + resumed.get("refused", 0) == 3
+    assert configs["commands"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_some_cases_of_every_family_pass(tmp_path: Path) -> None:
+    record = campaign(tmp_path, "--count", "12", "--seed", "1")
+    assert len(record["outcomes"]) == 8
+    assert {one["family"]: one["failures"] for one in record["outcomes"] if one["failures"]} == {}
+
+
+def test_a_page_gets_the_table_of_a_campaign(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n<!-- campaign -->\nold\n<!-- end -->\n\nB\n")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom campaign.cases import Outcome\n"
+        "from campaign.record import record, write_page\n"
+        "one = Outcome('kills', 'nothing is lost', 300, 61.0)\n"
+        "one.counts.update(kills=310)\n"
+        "write_page(record([one], 7, long=True), Path(sys.argv[1]))"
+    )
+    done = python("-c", code, str(page))
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert text.startswith("# A\n\n<!-- campaign -->\n")
+    assert text.endswith("<!-- end -->\n\nB\n")
+    assert "old" not in text
+    assert "long form, seed 7" in text
+    assert "| `kills` | nothing is lost | 300 | 0 | 1:01 | 310 kills |" in text
