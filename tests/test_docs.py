@@ -68,6 +68,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first, other = (tiny(runtime=measured, seed=seed) for seed in range(2))
         for name, config in {"first": first, "b16": other, "ijepa": certain}.items():
             pretrain("my_images", f"runs/{name}", config, stop_at=1)
+        pretrain("bands:16:24", "runs/bands", first, stop_at=1)
     for name in ("photos", "stop"):
         shutil.copytree(root / "runs" / "first", root / "runs" / name)
     for part in ("my_data/train", "my_data/val", "imagenet/train", "imagenet/val"):

@@ -21,11 +21,11 @@ gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attentio
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
 data.pixels data.crops data.decode data.index_cache data.scene data.sources data.render
-data.transform data.duplicates data.channels data.rasters data.rasters.raster data.images data.order
-data.resident data.sources.source data.sources.packed data.sources.arrays data.sources.cifar
-data.sources.scenes data.videos data.rasters.npy data.rasters.pictures data.rasters.dicom
-data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack data.subset data.skip
-data.rasters.windows data.rasters.open data.sources.formed data.sources.scanning data.sources.folder
+data.duplicates data.channels data.rasters data.rasters.raster data.images data.order data.resident
+data.sources.source data.sources.packed data.sources.arrays data.sources.cifar data.sources.scenes
+data.videos data.rasters.npy data.rasters.pictures data.rasters.dicom data.rasters.tiff_tags
+data.rasters.tiff data.rasters.zarr data.rasters.stack data.subset data.skip data.rasters.windows
+data.rasters.open data.transform data.sources.formed data.sources.scanning data.sources.folder
 data.sources.layouts data.sources.lists data.sources.groups data.planes data.protocols data.fetch
 data.remote_cache data.sources.shards data.sources.parquet data.sources.tar data.ahead data.workers
 data.encoded data.loading data.looking data.facts data.sources.datasets_library

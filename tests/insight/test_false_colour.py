@@ -158,5 +158,5 @@ def test_runs_of_other_channels_are_not_shown_the_same_images(run: Run, tmp_path
     other = stopmim.pretrain(grey, tmp_path / "grey", tiny_mae(), stop_at=1)
     for what in ("pca", "neighbours"):
         with pytest.raises(UserError, match=r"1 channel of float32, .* on 12 channels of uint16"):
-            figure_of(what, [run, other], None)  # type: ignore[arg-type]
+            figure_of(what, [run, other], None)
     assert figure_of("prediction", [other], grey) is not None  # alone, in grey

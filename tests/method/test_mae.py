@@ -312,9 +312,9 @@ def test_analyses_ask_for_pixels_where_they_compare_and_for_features_where_they_
     run: Run,
 ) -> None:
     (subject,) = load([run], NoiseImages(), 3)
-    found = predict(subject.model, subject.views)
+    found = predict(subject.model, subject.views, run.config)
     assert found.shape == (3, 27, 36)  # every hidden patch with every patch
-    images = pixels(subject.views)
+    images = pixels(subject.views, run.config)
     assert patch_targets(subject.model, images).shape == (3, 36, 48)  # 4 x 4 x 3 pixels
     assert patch_features(subject.model, images).shape == (3, 36, 96)
     assert "<b>MAE + StoP</b>" in write_report(run).read_text()

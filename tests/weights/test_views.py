@@ -193,5 +193,5 @@ def test_every_size_has_a_margin_that_all_libraries_cut_off_alike() -> None:
         resize = Transform(size).resize
         assert abs(resize - size * 256 / 224) <= 1.5
         assert round((resize - size) / 2) == (resize - size) // 2
-        encoder: Any = SimpleNamespace(side=size, patch=1)
+        encoder: Any = SimpleNamespace(side=size, patch=1, channels=3)
         assert int(size / Timm().view(encoder)["crop_pct"]) == resize  # as timm computes it

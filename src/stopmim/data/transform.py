@@ -6,6 +6,7 @@ ordinary pictures. decode.py says how files are opened.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
+from stopmim.data.channels import as_kind
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError, decode, from_pillow
 from stopmim.data.pixels import RGB, PixelStats
+from stopmim.data.rasters.open import open_raster
+from stopmim.data.rasters.raster import one_reason
 from stopmim.method.encoder import HIGHEST, Encoder, ImageEncoder, Picture, Pictures
 
 
@@ -89,6 +93,7 @@ def pixels_of(picture: Picture, stats: PixelStats = RGB) -> np.ndarray:
         pixels = picture[..., None] if plane else picture
     else:
         return _read(Path(picture), stats)
+    pixels = None if pixels is None else as_kind(pixels)
     fits = pixels is not None and pixels.ndim == 3 and pixels.shape[2] == stats.channels
     if pixels is None or not fits or pixels.dtype != stats.kind:
         got = f"{tuple(picture.shape)} of {str(picture.dtype).removeprefix('torch.')}"
@@ -106,10 +111,14 @@ def _pixels_wanted(stats: PixelStats) -> str:
 def _read(path: Path, stats: PixelStats) -> np.ndarray:
     """Pixels (H, W, C) of a file: the one place where a path becomes an array."""
     try:
-        if not stats.is_picture:  # the readers of such files belong here
-            what = f"files of {stats.describe()} are not read here"
-            raise BadImageError(f"{what}; give {_pixels_wanted(stats)}")
-        return decode(read_regular(path))
+        if stats.is_picture:
+            return decode(read_regular(path))
+        raster = open_raster(os.fsencode(path))
+        if (raster.shape[2], raster.kind) != (stats.channels, stats.kind):
+            wanted = f"this encoder takes {stats.describe()}"
+            raise BadImageError(f"{raster.shape[2]} channels of {raster.kind}; {wanted}")
+        with one_reason():
+            return raster.read()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except BadImageError as error:

@@ -43,8 +43,16 @@ def evaluating(encoder: Encoder | nn.Module) -> Iterator[None]:
 
 
 def stats_for(encoder: object) -> PixelStats:
-    """The statistics that `encoder` was trained with; ImageNet's if it does not say."""
-    return getattr(getattr(encoder, "transform", None), "stats", RGB)
+    """The statistics that `encoder` was trained with; ImageNet's if it does not say.
+
+    Raises DataError if it does not say, and takes other channels than red, green and blue.
+    """
+    channels = getattr(encoder, "channels", RGB.channels)
+    stats = getattr(getattr(encoder, "transform", None), "stats", None)
+    if stats is None and channels != RGB.channels:
+        what = f"its file does not say how its {channels} channels are normalised"
+        raise DataError(f"no image can be shown to the encoder: {what}")
+    return stats or RGB
 
 
 def extract(

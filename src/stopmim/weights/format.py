@@ -155,8 +155,11 @@ class Format:
         raise CheckpointError(f"{file}: there is no predictor in it")
 
     def stats(self, file: WeightFile) -> PixelStats | None:
-        """Statistics of the images, from the tag of an export; None: the file does not say."""
-        tag = file.tag(vit.PIXELS_TAG)
+        """Statistics of the images, from the tag of an export; None: the file does not say.
+
+        A format that reads files by itself, and not by `file.tree`, has no tags.
+        """
+        tag = None if file.content is None else file.tag(vit.PIXELS_TAG)
         return None if tag is None else from_tag(tag)
 
     def seeing(self, file: WeightFile, encoder: Encoder) -> ImageEncoder:

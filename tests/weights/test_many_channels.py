@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import stopmim
 from helpers import seeded
-from stopmim.base.errors import CheckpointError
+from stopmim.base.errors import CheckpointError, DataError
 from stopmim.data.crops import normalise
 from stopmim.data.pixels import RGB, PixelStats, from_tag, stats_of
 from stopmim.data.sources.arrays import Arrays
@@ -236,6 +237,23 @@ def test_features_of_many_channels_are_written(run: Run, tmp_path: Path) -> None
     close(table["features"][3], want[0])
 
 
+def test_files_are_the_same_as_arrays(run: Run, tmp_path: Path) -> None:
+    encoder = run.encoder()
+    np.save(tmp_path / "a.npy", IMAGE)
+    tifffile.imwrite(tmp_path / "a.tif", IMAGE.transpose(2, 0, 1), photometric="minisblack")
+    for path in (tmp_path / "a.npy", str(tmp_path / "a.tif")):
+        assert torch.equal(encoder.transform(path), encoder.transform(IMAGE))
+    np.save(tmp_path / "b.npy", IMAGE[..., :5])
+    (tmp_path / "c.npy").write_bytes(b"junk")
+    for name, line in {
+        "b.npy": "5 channels of uint16; this encoder takes 12 channels of uint16",
+        "c.npy": "",
+        "absent.npy": "No such file",
+    }.items():
+        with pytest.raises(DataError, match=f"{name}: {line}"):
+            encoder.features(tmp_path / name)
+
+
 # ------------------------------------------------------------------------------ what is refused
 
 
@@ -280,6 +298,8 @@ def test_a_file_that_does_not_say_its_statistics_takes_normalised_floats(tmp_pat
     assert loaded.features(torch.randn(2, 5, 24, 24)).shape == (2, 192)
     with pytest.raises(ValueError, match="does not say how its 5 channels are normalised"):
         loaded.features(np.zeros((30, 30, 5), np.uint8))
+    with pytest.raises(DataError, match="does not say how its 5 channels are normalised"):
+        write_features(bands(), loaded, tmp_path / "features.npz")
     assert "channels      5; not said" in str(identify(tmp_path / "timm.pth"))
     folder = export(tmp_path / "timm.pth", "timm", tmp_path / "timm")
     assert stopmim.load_encoder(folder).features(torch.randn(1, 5, 24, 24)).shape == (1, 192)
