@@ -15,7 +15,9 @@ from stopmim.base.files import append_jsonl, read_jsonl
 from stopmim.cli import main
 from stopmim.data.check import check
 from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
+from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images
+from stopmim.data.sources.scenes import Bands
 from tiny import NoiseImages, assert_same_run, tiny, write_folder, write_parts
 
 
@@ -381,3 +383,42 @@ def test_a_list_that_cannot_be_meant_is_refused(
         file.write_text(text)
     with pytest.raises(DataError, match=message):
         without_skipped(NoiseImages(), file)
+
+
+# ----------------------------------------------------------------------- many channels
+
+
+def test_a_report_shows_the_range_and_the_gaps_of_each_channel() -> None:
+    pixels = np.random.default_rng(0).normal(5, 1, (12, 16, 16, 4)).clip(1, 9).astype(np.float32)
+    pixels[2:4, 0, 0, 1] = np.nan
+    pixels[..., 2] = np.nan
+    pixels[5, ..., 3] = 2
+    names = ["red", "nir", "lost", "height"]
+    images = Arrays(pixels, {}, [], "x", channel_names=names)
+    text = check(images, "tiny_cpu", {"runtime.workers": 0}).text()
+    assert "channels  4 channels, float\n" in text
+    said = " ".join(text.split())
+    assert "red: 1." in said
+    assert "in 2 images lost: no finite value, with NaN or infinity in all images" in said
+    assert "empty in 1 images" in said
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_image_of_other_channels_is_listed_as_broken() -> None:
+    class Mixed(NoiseImages):
+        def read(self, i: int) -> np.ndarray:
+            pixels = super().read(i).astype(np.uint16)
+            return pixels if i != 7 else pixels[..., :1]
+
+    report = check(Mixed(), "tiny_cpu", {"runtime.workers": 0, "optim.batch_size": 8})
+    why = "1 channel, 16 bit, where the others have 3 channels, 16 bit"
+    assert report.bad == [("noise 7", why)]
+
+
+def test_copies_are_found_among_images_of_many_channels() -> None:
+    pixels = Bands(12, 48).pixels.copy()
+    pixels[3] = pixels[8]
+    pixels[5] = pixels[1] // 2  # another exposure
+    report = check(Arrays(pixels, {}, [], "x"), "tiny_cpu", {"runtime.workers": 0})
+    assert [sorted(group) for group in report.copies] == [["x 3", "x 8"]]
+    assert [sorted(group) for group in report.near] == [["x 1", "x 5"]]

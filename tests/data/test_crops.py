@@ -14,9 +14,10 @@ from stopmim.data.crops import (
     crop_box,
     draw_augmentation,
     normalise,
+    resized,
     resized_crop,
 )
-from stopmim.data.pixels import MEAN, STD
+from stopmim.data.pixels import MEAN, STD, PixelStats
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
@@ -269,3 +270,69 @@ def test_normalised_images_have_imagenets_mean_and_deviation() -> None:
     torch.testing.assert_close(out, (images.float() / 255 - mean) / std, rtol=0, atol=1e-5)
     assert torch.equal(normalise(images.float()), out)
     assert torch.equal(normalise(augment(images, torch.zeros(2, 3))), out)
+
+
+# ----------------------------------------------------------------------- other channels and types
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 5, 12])
+def test_any_number_of_channels_is_resized_as_each_alone(channels: int) -> None:
+    pixels = np.concatenate([photo(60, 80, seed) for seed in range(4)], axis=2)[..., :channels]
+    whole = resized(pixels, 24, 32)
+    assert whole.dtype == torch.uint8
+    for c in range(channels):
+        alone = resized(np.repeat(pixels[..., [c]], 3, axis=2), 24, 32)
+        assert (whole[c].int() - alone[0].int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int16, np.float32, ">u2"])
+def test_other_types_are_resized_in_stored_units(kind: str) -> None:
+    eight = photo(60, 80)
+    wide = (eight.astype(np.int32) * 100).astype(kind)
+    found = resized_crop(wide, (5, 7, 40, 50), 16)
+    assert found.dtype == torch.float32
+    usual = resized_crop(eight, (5, 7, 40, 50), 16)
+    assert (found / 100 - usual.float()).abs().max() <= 1  # uint8 is rounded
+    together = resized(np.stack([wide, wide[::-1]]), 16, 16)
+    assert together.shape == (2, 3, 16, 16)
+    torch.testing.assert_close(together[0], resized(wide, 16, 16))
+
+
+def test_missing_values_become_the_smallest_of_their_channel_and_do_not_spread() -> None:
+    pixels = np.full((32, 32, 3), 300.0, np.float32)
+    pixels[:, :, 1] = np.linspace(250, 350, 32)
+    pixels[:16, :16, 0] = np.nan
+    pixels[0, 0, 1] = -np.inf
+    pixels[:, :, 2] = np.nan
+    found = resized(pixels, 8, 8)
+    assert found.isfinite().all()
+    assert (found[0] == 300).all()  # 300 is the smallest that is known
+    assert found[1].min() >= 250
+    assert (found[2] == 0).all()
+    assert np.isnan(pixels[0, 0, 0])  # the image itself stays as it is
+
+
+def test_values_are_clipped_before_they_are_normalised() -> None:
+    stats = PixelStats((10.0, 0.0), (5.0, 2.0), (0.0, -4.0), (20.0, 4.0), "int16")
+    images = torch.tensor([-999.0, 0, 10, 20, 999]).expand(1, 2, 1, 5)
+    first, second = normalise(images, stats)[0, :, 0].tolist()
+    assert first == [-2, -2, 0, 2, 2]
+    assert second == [-2, 0, 2, 2, 2]
+
+
+def test_an_image_without_contrast_is_not_stretched() -> None:
+    stats = PixelStats((0.0,), (100.0,), (-500.0,), (500.0,), "float32", per_image=True)
+    noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert normalise(1e-3 * noise, stats).abs().max() < 0.01
+    assert abs(float(normalise(50 * noise, stats).std()) - 1) < 0.01
+
+
+def test_other_channels_are_flipped_and_blurred_but_not_greyed() -> None:
+    images = to_tensor(photo(24, 24)).float().repeat(1, 4, 1, 1)
+    grey = torch.tensor([[0.0, 1.0, 0.0]])
+    assert torch.equal(augment(images, grey), images)
+    flipped = torch.tensor([[1.0, 1.0, 0.0]])
+    assert torch.equal(augment(images, flipped), images.flip(-1))
+    blurred = augment(images, torch.tensor([[0.0, 0.0, 1.5]]))
+    expected = augment(images[:, :3], torch.tensor([[0.0, 0.0, 1.5]]))
+    torch.testing.assert_close(blurred[:, :3], expected)
