@@ -51,8 +51,8 @@ insight.figures.similarity insight.figures.theory
 insight.analyse insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.lines ablations.report ablations.run ablations.recorded ablations.left ablations.page
-bench bench.timing bench.loader bench.probe bench.step bench.growth bench.saving bench.tracking
-bench.evals
+bench bench.timing bench.loader bench.rasters bench.probe bench.step bench.growth bench.saving
+bench.tracking bench.evals
 cli.demo cli.options cli.wrong_input cli.benchmarks cli.evaluate cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__
