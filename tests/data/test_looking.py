@@ -193,7 +193,7 @@ def test_an_unknown_channel_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "seen"),
+    ("given", "seen"),
     [
         ({"x": stack(4, 12)}, (12, "uint16")),
         ({"x": stack(4, 1, np.uint8)}, (1, "uint8")),
@@ -205,13 +205,13 @@ def test_an_unknown_channel_is_named() -> None:
     ],
 )
 def test_an_archive_of_any_channels_is_opened(
-    tmp_path: Path, arrays: dict[str, np.ndarray], seen: tuple[int, str]
+    tmp_path: Path, given: dict[str, Any], seen: tuple[int, str]
 ) -> None:
-    np.savez(tmp_path / "a.npz", **arrays, labels=np.arange(4))
+    np.savez(tmp_path / "a.npz", **given, labels=np.arange(4))
     images = open_images(tmp_path / "a.npz")
     assert look(images)[:2] == seen
     assert images.labels["class"].tolist() == [0, 1, 2, 3]
-    np.testing.assert_array_equal(images.read(2), arrays["x"][2].reshape(20, 24, -1))
+    np.testing.assert_array_equal(images.read(2), given["x"][2].reshape(20, 24, -1))
 
 
 def test_channels_before_height_and_width_are_refused(tmp_path: Path) -> None:

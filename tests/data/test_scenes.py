@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stopmim.data.render import render, render_all
+from stopmim.data.render import BANDS, render, render_all, render_bands
 from stopmim.data.scene import (
     CUBE,
     CYLINDER,
@@ -18,7 +18,7 @@ from stopmim.data.scene import (
     sample,
 )
 from stopmim.data.sources import scenes
-from stopmim.data.sources.scenes import Scenes
+from stopmim.data.sources.scenes import Bands, Scenes
 
 MANY = [sample(0, i) for i in range(512)]
 LIGHT = (-0.5, -0.1, math.sqrt(0.74))
@@ -282,3 +282,64 @@ def test_colours_and_materials_can_be_told_apart() -> None:
     for i, a in enumerate(looks):
         for b in looks[:i]:
             assert abs(a - b).mean() > 5
+
+
+# ----------------------------------------------------------------------- in bands
+
+
+def test_bands_are_the_same_on_every_machine() -> None:
+    made = Bands(24, 32)
+    assert hashlib.sha256(made.pixels.tobytes()).hexdigest()[:16] == "d60d9f8e74da627c"
+    assert (made.channels, made.kind, made.channel_names) == (12, "uint16", [*BANDS])
+    plain = Scenes(24, 32)
+    for name in LABELS:
+        np.testing.assert_array_equal(made.labels[name], plain.labels[name])
+
+
+def test_noise_depends_on_the_scene_alone() -> None:
+    many, few = Bands(40, 16, seed=5), Bands(3, 16, seed=5, threads=1)
+    np.testing.assert_array_equal(many.pixels[:3], few.pixels)
+    assert (Bands(3, 16, seed=6).pixels != few.pixels).mean() > 0.9
+
+
+def test_noise_is_standard() -> None:
+    noise = scenes._noise(7, 200_000)
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.std() - 1) < 0.01
+    assert 3 < abs(noise).max() <= 3.47  # four uniform numbers have no long tails
+
+
+def test_bands_without_noise_are_the_geometry_of_the_scene() -> None:
+    ball = body_at(0.2, 8.0)
+    scene = scene_of(ball)
+    bands = dict(zip(BANDS, np.moveaxis(render_bands([scene], 64)[0], -1, 0), strict=True))
+    image, ids = render(scene, 64)
+    for i, name in enumerate(("red", "green", "blue")):  # the picture, before rounding
+        shown = np.sqrt(np.minimum(bands[name], 1)) * 255
+        assert abs(shown - image[..., i]).max() < 1.0
+    np.testing.assert_allclose(bands["disparity"] * bands["depth"], 1, atol=0.02)
+    inner = (ids == 1) & (np.roll(ids, 1, 0) == 1) & (np.roll(ids, -1, 0) == 1)
+    inner &= (np.roll(ids, 1, 1) == 1) & (np.roll(ids, -1, 1) == 1)
+    ground = ids == 0
+    normal = np.stack([bands[f"normal_{axis}"] for axis in "xyz"])
+    assert abs(np.linalg.norm(normal, axis=0)[inner] - 1).max() < 0.05
+    np.testing.assert_array_equal(bands["metal"], 0)
+    assert bands["height"][inner].min() > 0
+    assert bands["height"].max() <= 2 * ball.half
+    # A point of the ball: its eye, ray and depth give its height and normal.
+    row, column = np.argwhere(inner)[len(np.argwhere(inner)) // 2]
+    eye, right, up, forward = camera(scene)
+    u, v = (2 * column + 1) / 64 - 1, 1 - (2 * row + 1) / 64
+    point = eye + bands["depth"][row, column] * (forward + scene.spread * (u * right + v * up))
+    assert abs(point[2] - bands["height"][row, column]) < 0.02
+    away = (point - [ball.x, ball.y, ball.half]) / ball.half
+    np.testing.assert_allclose(away, normal[:, row, column], atol=0.05)
+    far = ground & (bands["shadow"] == 0)
+    assert 0.5 < far.mean() < 1
+    np.testing.assert_allclose(bands["normal_z"][far & (bands["height"] == 0)], 1)
+    assert 0.5 < bands["shadow"].max() <= 1
+
+
+def test_bands_of_a_metal_body_say_so() -> None:
+    bands = render_bands([scene_of(replace(body_at(0, 8), metal=True))], 48)[0]
+    assert bands[..., BANDS.index("metal")].max() == 1

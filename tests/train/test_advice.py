@@ -255,7 +255,7 @@ def test_a_preset_for_one_gpu_is_not_refused_nor_a_paper_one_made_small(tmp_path
     ],
 )
 def test_objections(
-    preset: str, changes: dict[str, Any], facts: dict[str, int], device: torch.device, said: str
+    preset: str, changes: dict[str, Any], facts: dict[str, Any], device: torch.device, said: str
 ) -> None:
     found = replace(PHOTOS, **({"count": 5000} | facts))
     config = configure(PRESETS[preset].for_images(found.count, changes))

@@ -61,8 +61,8 @@ def look(images: Images, config: Config | None = None) -> Seen:
     stated: list[str] = list(getattr(images, "channel_names", None) or [])
     names = tuple(stated) or None
     if hasattr(images, "channels") or hasattr(images, "kind"):
-        channels, kind = getattr(images, "channels", 3), getattr(images, "kind", "uint8")
-        return Seen(channels, kind, names)
+        default: Kind = "uint8"
+        return Seen(getattr(images, "channels", 3), getattr(images, "kind", default), names)
     if not len(images):
         return Seen()
     numbers = np.linspace(0, len(images) - 1, min(FEW, len(images))).round().astype(int)

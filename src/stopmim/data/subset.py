@@ -21,7 +21,8 @@ class Subset:
     def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
         self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
         self.labels = {name: label[self.kept] for name, label in images.labels.items()}
-        forward(self, images, "classes", "channels", "kind", "channel_names")
+        self.classes: list[str] = getattr(images, "classes", [])
+        forward(self, images, "channels", "kind", "channel_names")
         if isinstance(images, Chunked):  # the rest of a chunk is still contiguous
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
@@ -60,7 +61,8 @@ class Selected:
                 which = ", ".join(names) or f"0 to {total - 1}"
                 raise UserError(f"channels:{one}: no such channel; there are {which}")
         self.index = [known[one] for one in channels]
-        forward(self, images, "classes", "in_process", "unreadable", "chunks", "window")
+        self.classes: list[str] = getattr(images, "classes", [])
+        forward(self, images, "in_process", "unreadable", "chunks", "window")
         if hasattr(images, "channels") or hasattr(images, "kind"):
             self.channels, self.kind = len(self.index), getattr(images, "kind", "uint8")
         self.channel_names = [names[i] for i in self.index] if names else []

@@ -33,7 +33,7 @@ def settle_channels(
     seen = look(images, config)
     _refuse_other(config, seen)
     normalise = config.data.normalise or (None if seen.is_rgb else "measured")
-    if seen.is_rgb and normalise in (None, "imagenet"):
+    if normalise is None or (seen.is_rgb and normalise == "imagenet"):
         return given
     if normalise == "imagenet":
         raise UserError(
