@@ -68,8 +68,10 @@ def allowed(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return ", ".join(allowed(one) for one in schema["anyOf"])
     if "prefixItems" in schema:
-        each = allowed(schema["prefixItems"][0]).removeprefix("a number")
-        return f"two numbers,{each}" if each else "two numbers"
+        each = allowed(schema["prefixItems"][0])
+        kind = "integers" if each.startswith("an integer") else "numbers"
+        each = each.removeprefix("an integer").removeprefix("a number")
+        return f"two {kind},{each}" if each else f"two {kind}"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
     words = {"integer": "an integer", "number": "a number", "boolean": "`true`, `false`"}

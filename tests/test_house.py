@@ -52,8 +52,8 @@ insight.figures.prediction insight.figures.similarity insight.figures.theory ins
 insight.report.explorer insight.report.page
 ablations ablations.table ablations.paper ablations.questions ablations.trial ablations.record
 ablations.lines ablations.report ablations.run ablations.recorded ablations.left ablations.page
-bench bench.timing bench.loader bench.probe bench.step bench.growth bench.saving bench.tracking
-bench.evals
+bench bench.timing bench.loader bench.rasters bench.probe bench.step bench.growth bench.saving
+bench.tracking bench.evals
 cli.demo cli.options cli.wrong_input cli.benchmarks cli.evaluate cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__
@@ -174,7 +174,11 @@ MANY_OPTIONS = {"multiblock", "_attention_forward", "_attention_backward"}
 def test_the_base_package_never_imports_torchvision_or_an_extra() -> None:
     extras = {"torchvision", "timm", "transformers", "wandb", "tensorboard", "webdataset"}
     extras |= {"onnx", "onnxruntime", "onnxscript", "pyarrow", "huggingface_hub"}
+<<<<<<< HEAD
     extras |= {"fsspec", "aiohttp", "datasets"}
+=======
+    extras |= {"imagecodecs", "pydicom", "tifffile", "zarr"}
+>>>>>>> readers
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -65,7 +65,8 @@ def test_the_lowest_versions_that_are_tested_are_the_lowest_that_are_admitted() 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"]]
-    for extra in ("fast", "heic", "timm", "hf", "onnx", "remote", "shards", "tensorboard", "test"):
+    reads = ("dicom", "fast", "heic", "remote", "science", "shards")
+    for extra in (*reads, "timm", "hf", "onnx", "tensorboard", "test"):
         needed += extras[extra]
     text = (ROOT / "constraints-lowest.txt").read_text()
     pins = dict(re.findall(r"^([\w.-]+)==([\d.]+)$", text.lower(), re.M))

@@ -175,12 +175,13 @@ def dicom(
     def write(path: Path) -> None:
         from pydicom import dcmwrite
         from pydicom.dataset import Dataset, FileMetaDataset
+        from pydicom.uid import UID
 
         file = Dataset()
         file.file_meta = FileMetaDataset()
-        file.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
-        file.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
-        file.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.1"
+        file.file_meta.MediaStorageSOPClassUID = UID("1.2.840.10008.5.1.4.1.1.2")
+        file.file_meta.MediaStorageSOPInstanceUID = UID("1.2.3")
+        file.file_meta.TransferSyntaxUID = UID("1.2.840.10008.1.2.1")
         stated: dict[str, Any] = {
             **{"Rows": 16, "Columns": 16, "SamplesPerPixel": 1, "BitsAllocated": 16},
             **{"BitsStored": 16, "HighBit": 15, "PixelRepresentation": 0},
@@ -252,6 +253,7 @@ def pickled_npz(path: Path) -> None:
     np.savez(path, np.array([[Evil(path)]]), allow_pickle=True)
 
 
+NO_TILES: dict[str, Any] = {f"t{tag}": (4, [0]) for tag in range(322, 326)}
 TURNED = {"name": "transpose", "configuration": {"order": [0, 0]}}
 FLOATS = np.array([[np.nan, np.inf], [-np.inf, 1e38]], np.float32)
 
@@ -287,7 +289,7 @@ HOSTILE: dict[str, tuple[Write, str]] = {
     "deflate.tif": (tiff(t259=(3, [8]), data=b"\xff" * 99), "Error"),
     "entries.tif": (raw(b"II*\0\x08\0\0\0\xff\xff" + bytes(99)), "entries"),
     "count.tif": (tiff(t273=(4, struct.pack("<II", 2**31 - 1, 8))), "a value of"),
-    "tile.tif": (tiff(**{f"t{tag}": (4, [0]) for tag in range(322, 326)}), "tiles of 0x0"),
+    "tile.tif": (tiff(**NO_TILES), "tiles of 0x0"),
     "samples.tif": (tiff(t277=(3, [65535])), "at most 64"),
     "depths.tif": (tiff(t258=(3, struct.pack("<IHH", 2, 8, 16))), "different types"),
     "big.tif": (raw(b"II+\0\x08\0\0\0\x10"), "ends at byte"),

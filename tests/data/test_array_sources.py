@@ -242,7 +242,7 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="once each"):
         open_images(f"{tmp_path}@{{channel}}.tif")
     tifffile.imwrite(tmp_path / "x_2.tif", image(0, shape=(9, 9, 1))[:, :, 0])
-    with pytest.raises(BadImageError, match="2 has 9x9 pixels and 1 channels; expected 50x40"):
+    with pytest.raises(DataError, match="x: 2 has 9x9 pixels and 1 channels; expected 50x40"):
         open_images(f"{tmp_path}@{{name}}_{{channel}}.tif")
 
 

@@ -58,7 +58,11 @@ def geotiff(path: Path, image: np.ndarray, **options: Any) -> None:
         for i, name in enumerate(BAND_NAMES[: image.shape[2]])
     )
     tags = [(42112, "s", 0, f"<GDALMetadata>{items}</GDALMetadata>", True)]
-    planar = {"planarconfig": "contig", "photometric": "minisblack", "metadata": None}
+    planar: dict[str, Any] = {
+        "planarconfig": "contig",
+        "photometric": "minisblack",
+        "metadata": None,
+    }
     tifffile.imwrite(path, image, extratags=tags, **planar, **options)
 
 
@@ -214,14 +218,14 @@ def test_dicom_has_measured_values(
     about: dict[str, Any], kind: str, measured: Callable[..., np.ndarray], tmp_path: Path
 ) -> None:
     stored = pixels("uint16", 1) & 4095
-    size = {"Rows": HEIGHT, "Columns": WIDTH}
+    size: dict[str, Any] = {"Rows": HEIGHT, "Columns": WIDTH}
     dicom(stored.tobytes(), **size, **about)(tmp_path / "x.dcm")
     check_equal(opened(tmp_path / "x.dcm"), measured(stored).astype(kind))
 
 
 def test_frames_of_dicom_are_channels(tmp_path: Path) -> None:
     image = pixels("uint16", 4)
-    size = {"Rows": HEIGHT, "Columns": WIDTH, "NumberOfFrames": 4}
+    size: dict[str, Any] = {"Rows": HEIGHT, "Columns": WIDTH, "NumberOfFrames": 4}
     dicom(image.transpose(2, 0, 1).tobytes(), **size)(tmp_path / "x.dcm")
     check_equal(opened(tmp_path / "x.dcm"), image)
 

@@ -19,8 +19,9 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.cifar import interpret
-from stopmim.data.sources.folder import Files, Folder, class_folders
+from stopmim.data.sources.folder import Files, Folder
 from stopmim.data.sources.open import open_images
+from stopmim.data.sources.scanning import class_folders
 from tiny import assert_same_run, tiny
 
 

@@ -72,14 +72,14 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
         times: Times = {}
         for name, cache in (("anew", ""), ("kept", str(Path(folder) / "cache"))):
             with mock.patch.dict(os.environ, STOPMIM_CACHE=cache):
-                times |= _take_turns({name: lambda: open_images(root)}, rounds)
-    rendered = _take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
+                times |= take_turns({name: lambda: open_images(root)}, rounds)
+    rendered = take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
     lines: Lines = [{"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}]
     lines += [
         {"bench": f"{INDEXED} files, {name}"} | _summary("seconds", seconds, 2)
         for name, seconds in times.items()
     ]
-    return record_lines([*lines, _rate("scenes of 64 px", rendered, RENDERED)], out, "index")
+    return record_lines([*lines, rate("scenes of 64 px", rendered, RENDERED)], out, "index")
 
 
 def _measure(root: Path, rounds: int) -> Lines:
@@ -96,22 +96,22 @@ def _measure(root: Path, rounds: int) -> Lines:
     lines: Lines = [about | {"pillow": PIL.__version__} | machine(torch.device("cpu"))]
     # The clock of this thread's own work is less disturbed by other processes.
     pipelines = {name: partial(_read, data, way) for name, way in ways.items()}
-    times = _take_turns(pipelines, rounds, time.process_time)
-    lines += [_rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items()]
-    lines += [_ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:]]
+    times = take_turns(pipelines, rounds, time.process_time)
+    lines += [rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items()]
+    lines += [ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:]]
     photos, archive = open_images(root / "photos"), open_images(root / "photos.tar")
-    times = _take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
-    lines += [_rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
-    lines.append(_ratio("two workers / one", times["workers 2"], times["workers 1"]))
+    times = take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
+    lines += [rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
+    lines.append(ratio("two workers / one", times["workers 2"], times["workers 1"]))
     both = {"tar": partial(_load, archive, 1), "folder": partial(_load, photos, 1)}
-    times = _take_turns(both, rounds)
-    lines.append(_ratio("tar / folder", times["tar"], times["folder"]))
+    times = take_turns(both, rounds)
+    lines.append(ratio("tar / folder", times["tar"], times["folder"]))
     pack(photos, root / "packed", size=PACKED)
     small = open_images(root / "packed")
     both = {"packed": partial(_load, small, 1), "folder": partial(_load, photos, 1)}
-    times = _take_turns(both, rounds)
-    lines.append(_rate(f"loader, packed at {PACKED} px", times["packed"], EPOCHS * FILES))
-    return [*lines, _ratio(f"packed at {PACKED} px / folder", times["packed"], times["folder"])]
+    times = take_turns(both, rounds)
+    lines.append(rate(f"loader, packed at {PACKED} px", times["packed"], EPOCHS * FILES))
+    return [*lines, ratio(f"packed at {PACKED} px / folder", times["packed"], times["folder"])]
 
 
 # ------------------------------------------------------------------------------ timed variants
@@ -152,7 +152,7 @@ def _load(images: Images, workers: int) -> None:
         pass
 
 
-def _take_turns(
+def take_turns(
     runs: Mapping[str, Callable[[], object]],
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -169,11 +169,11 @@ def _take_turns(
     return times
 
 
-def _rate(name: str, seconds: list[float], images: int) -> dict[str, Any]:
+def rate(name: str, seconds: list[float], images: int) -> dict[str, Any]:
     return {"bench": name} | _summary("images_per_s", [images / s for s in seconds], 1)
 
 
-def _ratio(name: str, ours: list[float], others: list[float]) -> dict[str, Any]:
+def ratio(name: str, ours: list[float], others: list[float]) -> dict[str, Any]:
     """Speed relative to `others`: ratio of the medians, and median of the per-round ratios."""
     speed = round(statistics.median(others) / statistics.median(ours), 3)
     ratios = [b / a for a, b in zip(ours, others, strict=True)]

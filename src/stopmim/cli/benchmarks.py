@@ -20,7 +20,9 @@ class Bench:
 
     what: Annotated[
         Positional[
-            Literal["step", "masks", "growth", "saving", "loader", "index", "probe", "evals"]
+            Literal[
+                "step", "masks", "growth", "saving", "loader", "rasters", "index", "probe", "evals"
+            ]
         ],
         choices(
             step="forward, backward and update",
@@ -28,6 +30,7 @@ class Bench:
             growth="step time against batch, masks, depth and resolution",
             saving="pauses of training while it saves",
             loader="reading images, against the usual pipeline",
+            rasters="reading arrays, against NumPy, and crops of a large file",
             index="listing images",
             probe="linear classifiers",
             evals="features, eval suite and tracking, against what people use",
@@ -58,6 +61,7 @@ class Bench:
         from stopmim.bench.growth import bench_growth
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
+        from stopmim.bench.rasters import bench_rasters
         from stopmim.bench.saving import bench_saving
         from stopmim.bench.step import bench_masks, bench_step
         from stopmim.bench.timing import check_folder
@@ -71,6 +75,7 @@ class Bench:
             "growth": (bench_growth, ("changes", "rounds")),
             "saving": (bench_saving, ("preset", "changes")),
             "loader": (bench_loader, ("rounds",)),
+            "rasters": (bench_rasters, ("rounds",)),
             "index": (bench_index, ("rounds",)),
             "evals": (bench_evals, ("parts", "rounds")),
             "probe": (partial(bench_probe, *(PAPER if self.paper else ())), ("paper",)),

@@ -150,8 +150,8 @@ def _hint_at_pixels(images: Images, config: Config) -> None:
             size = config.image_size
             say(
                 f"{images.name(0)}: {first.shape[1]}x{first.shape[0]} pixels; a crop reads "
-                f"{config.data.crop_scale[0]:.0%} or more; --data.crop_pixels {size} {4 * size} "
-                f"crops squares of so many pixels instead"
+                f"{config.data.crop_scale[0]:.0%} or more of them; "
+                f"--data.crop_pixels '[{size}, {4 * size}]' crops squares of so many instead"
             )
 
 

@@ -67,7 +67,8 @@ def _planes(directories: Directories) -> tuple[list[Page], list[list[Page]]]:
     """The pages that together are the image, and those of each smaller copy."""
     every = directories.chain()
     first = every[0]
-    pages = [page for page in every if page.layout == first.layout and not page.reduced]
+    layout = first.layout
+    pages = [page for page in every if page.layout == layout and not page.reduced]
     pages = pages or [first]
     check_shape(first.height, first.width, first.samples * len(pages))
     below = [directories.below(page) for page in pages]
@@ -102,11 +103,12 @@ def _plain(stored: Stored, pages: list[Page]) -> np.ndarray | None:
         return None
     row = first.width * first.dtype.itemsize * (1 if first.separate else first.samples)
     starts = list[int]()  # of the planes
+    total = row * first.height * (first.samples if first.separate else 1)
     for page in pages:
         offsets, sizes = page.segments.offsets, page.segments.sizes
-        follow = all(a + n == b for a, n, b in zip(offsets, sizes, offsets[1:], strict=False))
-        planes = first.samples if first.separate else 1
-        if not follow or sum(sizes) != row * first.height * planes or page.compression != 1:
+        if sum(sizes) != total or page.compression != 1:
+            return None
+        if len(offsets) > 1 and not _follow(offsets, sizes):
             return None
         starts.append(offsets[0])
     step = starts[1] - starts[0] if len(starts) > 1 else row * first.height
@@ -119,6 +121,11 @@ def _plain(stored: Stored, pages: list[Page]) -> np.ndarray | None:
     strides = (row, item * first.samples, item) if count == 1 else (row, item, step)
     shape = first.height, first.width, first.samples if count == 1 else count
     return np.ndarray(shape, first.dtype, stored.data, starts[0], strides)
+
+
+def _follow(offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether each strip begins where the one before it ends."""
+    return all(a + n == b for a, n, b in zip(offsets, sizes, offsets[1:], strict=False))
 
 
 class Tiff:

@@ -6,6 +6,7 @@ that loop, tables beyond the end and absurd counts are errors, found before memo
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class Segments(NamedTuple):
 
     height: int
     width: int
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
     sizes: tuple[int, ...]  # bytes, as stored
 
 
@@ -59,8 +60,8 @@ class Page(NamedTuple):
     alpha: bool  # all samples beyond the colours are said to be opacity
     reduced: bool  # a smaller copy of another page
     tiled: bool
-    segments: Segments
     tags: dict[int, Values]  # all but the offsets
+    segments: Segments
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -119,8 +120,8 @@ class Directories:
         page = before if before and before.tags == tags else _page(tags, self.order)
         if len(offsets) != len(page.segments.sizes):
             raise BadImageError(f"{len(offsets)} parts, but {len(page.segments.sizes)} sizes")
-        segments = page.segments._replace(offsets=tuple(offsets))
-        return page._replace(segments=segments), following
+        size = page.segments
+        return Page(*page[:-1], Segments(size.height, size.width, offsets, size.sizes)), following
 
     def _tags(self, at: int) -> tuple[dict[int, Values], int]:
         (n,) = self.count.unpack(self.stored.part(at, self.count.size))
@@ -176,8 +177,8 @@ def _page(tags: dict[int, Values], order: str) -> Page:
         and samples - len(extra) <= _COLOURS.get(photometric, 1),
         reduced=bool(one(SUBFILE_TYPE, 0) & 1),
         tiled=tiled,
-        segments=_segments(tags, height, width, samples if separate else 1),
         tags=tags,
+        segments=_segments(tags, height, width, samples if separate else 1),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stopmim.base.errors import DataError
 from stopmim.data.channels import MOST as MAX_CHANNELS
+from stopmim.data.decode import BadImageError
 from stopmim.data.images import stamp_files
 from stopmim.data.rasters.open import ARRAYS, open_raster
 from stopmim.data.rasters.raster import Raster
@@ -65,7 +66,10 @@ class Groups(Files):
         self._label(name, [printable(folder) for folder in folders], label, classes)
         self.look(name, self._paths, arrays=True)
         if self.form is None:
-            self._raster(0)  # says why not
+            try:
+                self._raster(0).read()
+            except BadImageError as error:
+                raise DataError(f"{name}: {self.name(0)}: {error}") from None
             raise DataError(f"{name}: none of the images that were looked at can be read")
 
     def _glance(self, i: int) -> Raster:
