@@ -287,9 +287,9 @@ def _feeding() -> str:
     about, *lines = measured("loader_x86-64")
     rate = {line["bench"]: line["images_per_s"] for line in lines if "images_per_s" in line}
     one_core = [rate["one thread, simplejpeg"], rate["one thread, pillow"]]
-    one_core.append(rate["loader, workers 1"])
+    one_core += [rate["loader, workers 1"], rate["loader, packed at 256 px"]]
     rows: list[list[object]] = [["", "images/s", "MB/s from disk", "on 8 GPUs, GB/s"]]
-    rows[0] += ["simplejpeg alone", "Pillow alone", "a worker process"]
+    rows[0] += ["simplejpeg alone", "Pillow alone", "a worker process", "packed at 256 px"]
     rows.append(["one core reads", "", "", "", *(f"{each:.0f} images/s" for each in one_core)])
     for one in map(cost, ARCHES):
         disk = one.rate * about["kilobytes"] / 1e3

@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 import stopmim
 from stopmim import pretrain
 from stopmim.cli.run import main, parse
+from stopmim.data.pack import pack
 from stopmim.data.sources.open import open_images
 from stopmim.method.build import build, configure
 from stopmim.weights.export import export
@@ -84,6 +85,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(root / "features.npz", names=names, features=np.eye(16, 96, dtype=np.float32))
     write_public(root)
     davis(root / "DAVIS", "2016")
+    pack(root / "my_images", root / "shards")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
 
@@ -121,6 +123,9 @@ def test_a_command_works_as_written(line: str) -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
         case ["stopmim", *words] if "timm:" in line or "://" in line:
             assert parse(words) is not None  # timm would download it; test_urls.py has a server
+        case ["stopmim", "pack", *words]:
+            shutil.rmtree("shards")
+            assert main(["pack", *words]) == 0
         case ["stopmim", "pretrain", *words]:
             assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
         case ["torchrun", *options] if "-m" in options:

@@ -22,11 +22,11 @@ method method.masks method.positions method.encoder method.predictor method.mode
 method.loss
 data.pixels data.crops data.decode data.images data.index_cache data.protocols data.fetch
 data.remote_cache data.scene data.sources data.order data.render data.resident data.subset
-data.transform data.ahead data.workers data.sources.source data.loading data.skip
-data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts
-data.sources.lists data.sources.packed data.sources.scenes data.sources.shards data.videos
-data.sources.datasets_library data.sources.parquet data.sources.tar data.sources.indexed_tar
-data.sources.urls data.sources.open data data.duplicates data.facts data.check
+data.transform data.ahead data.workers data.sources.source data.loading data.encoded
+data.sources.packed data.skip data.sources.arrays data.sources.folder
+data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
+data.videos data.sources.datasets_library data.sources.parquet data.sources.tar
+data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.duplicates data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit

@@ -6,18 +6,25 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from test_tar import shard, values
+from test_tar import png, shard, values
 
-from faulty_server import FAULTS, FaultyServer, impatient, serving
+from faulty_server import FAULTS, FaultyServer, answer_plain, impatient, serving
 from stopmim.base.errors import DataError
 from stopmim.data import fetch, remote_cache
+from stopmim.data.order import permutation
+from stopmim.data.pack import pack
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.source import Split
 
 IMAGES, SHARDS = 40, 4
+SPLITS: list[Split] = ["train", "test"]
 
 
 def write_index(folder: Path, suffix: str = ".tar", count: int = IMAGES) -> None:
@@ -94,12 +101,28 @@ def test_an_index_opens_shards_without_fetching_them(folder: Path, server: Fault
     assert same(far, open_images(folder))
 
 
-def test_parquet_and_folders_of_other_protocols(tmp_path: Path) -> None:
-    import fsspec
-    import pyarrow
-    import pyarrow.parquet
-    from test_tar import png
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_packed_shards_are_their_source_in_the_same_order(
+    kind: Literal["tar", "parquet"], tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(5):
+                data = png(10 * (split == "val") + 5 * (name == "dog") + i)
+                (tmp_path / "photos" / split / name / f"{i}.png").write_bytes(data)
+    pack(tmp_path / "photos", tmp_path / "packed", kind=kind, workers=0)
+    with serving(tmp_path / "packed") as server:
+        for split in SPLITS:
+            near, far = open_images(tmp_path / "packed", split), open_images(server.url, split)
+            assert same(far, near)
+            assert permutation(far, 3, 1).tolist() == permutation(near, 3, 1).tolist()
+            assert getattr(far, "classes", None) == ["cat", "dog"]
+        pack(server.url, tmp_path / "again", kind=kind, workers=0)  # a URL is a source like others
+    assert sorted(values(open_images(tmp_path / "again"))) == list(range(10))
 
+
+def test_parquet_and_folders_of_other_protocols(tmp_path: Path) -> None:
     for k in range(2):
         rows = [{"bytes": png(10 * k + i), "path": None} for i in range(10)]
         kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -135,8 +158,6 @@ def test_a_fault_is_survived(fault: str, folder: Path, server: FaultyServer) -> 
 
 
 def test_a_server_says_how_long_to_wait(folder: Path, server: FaultyServer) -> None:
-    from faulty_server import answer_plain
-
     asked = list[float]()
 
     def busy(request: Any) -> None:

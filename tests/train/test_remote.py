@@ -45,6 +45,7 @@ def _windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (Tar, IndexedTar):
             patch.setattr(kind, "window", 3 * IMAGES)
+            patch.setattr(f"{kind.__module__}.WINDOW", 3 * IMAGES)
         yield
 
 

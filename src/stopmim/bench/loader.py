@@ -33,12 +33,14 @@ from stopmim.data.decode import decode
 from stopmim.data.images import Images
 from stopmim.data.index_cache import SETTLED_NS
 from stopmim.data.loading import loader
+from stopmim.data.pack import pack
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import cores
 
 FILES, BATCH, SIZE, SCALE, EPOCHS = 200, 40, 224, (0.3, 1.0), 4
+PACKED = 256  # shorter side of the images that `stopmim pack --size` writes
 INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
 
 Lines = list[dict[str, Any]]
@@ -103,7 +105,13 @@ def _measure(root: Path, rounds: int) -> Lines:
     lines.append(_ratio("two workers / one", times["workers 2"], times["workers 1"]))
     both = {"tar": partial(_load, archive, 1), "folder": partial(_load, photos, 1)}
     times = _take_turns(both, rounds)
-    return [*lines, _ratio("tar / folder", times["tar"], times["folder"])]
+    lines.append(_ratio("tar / folder", times["tar"], times["folder"]))
+    pack(photos, root / "packed", size=PACKED)
+    small = open_images(root / "packed")
+    both = {"packed": partial(_load, small, 1), "folder": partial(_load, photos, 1)}
+    times = _take_turns(both, rounds)
+    lines.append(_rate(f"loader, packed at {PACKED} px", times["packed"], EPOCHS * FILES))
+    return [*lines, _ratio(f"packed at {PACKED} px / folder", times["packed"], times["folder"])]
 
 
 # ------------------------------------------------------------------------------ timed variants

@@ -27,7 +27,7 @@ from stopmim.cli.evaluate import Eval
 from stopmim.cli.insight import Analyse, Doctor, Report
 from stopmim.cli.options import split_changes
 from stopmim.cli.presets import Presets
-from stopmim.cli.training import Ablate, Check, Demo, Pretrain
+from stopmim.cli.training import Ablate, Check, Demo, Pack, Pretrain
 from stopmim.cli.weights import Export, Features, Inspect
 from stopmim.cli.wrong_input import one_line, printable
 
@@ -35,7 +35,7 @@ LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
 # The order is that of --help; a command is called like its class, in lower case.
-Experiments = Demo | Pretrain | Ablate | Check | Eval
+Experiments = Demo | Pretrain | Ablate | Check | Pack | Eval
 Command = Experiments | Doctor | Analyse | Report | Features | Inspect | Export | Bench | Presets
 # `eval linear --data`, not `eval protocol:linear --protocol.data`.
 FLAT = (OmitArgPrefixes, OmitSubcommandPrefixes)

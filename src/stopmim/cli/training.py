@@ -1,13 +1,14 @@
 """``stopmim demo``, ``check``, ``pretrain`` and ``ablate``."""
 
+import signal
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from stopmim.base.console import busy, is_first_rank, say
-from stopmim.base.errors import DataError, RowsFailedError, UserError
+from stopmim.base.errors import DataError, InterruptedRunError, RowsFailedError, UserError
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
 from stopmim.evals.protocols import Linear, Lowshot, Protocol
 
@@ -36,9 +37,18 @@ class Check:
     """write a list of broken and leaked images, for pretrain --data.skip and eval --skip"""
     limit: Annotated[int | None, option("INT")] = None
     """read only this many images of each split, evenly spaced"""
+    verify: bool = False
+    """only prove that shards are, byte for byte, those that `stopmim pack` wrote"""
     changes: Changes = field(default_factory=dict)
 
     def __call__(self) -> None:
+        if self.verify:
+            from stopmim.data.sources.packed import verify
+
+            index = verify(self.data)
+            images = sum(shard.images for shard in index.shards)
+            print(f"{self.data}: {len(index.shards)} shards with {images:,} images are intact")
+            return
         from stopmim.data.check import check
         from stopmim.train.advice import recommend
         from stopmim.train.plan import plan_for
@@ -49,6 +59,45 @@ class Check:
         if report.problem:
             raise DataError(report.problem)
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Write images to shards that are faster to read, with an index and checksums; or resume."""
+
+    data: DataSource
+    out: Annotated[Path, arg(metavar="SHARDS")]
+    """folder for the shards and index.json"""
+    size: Annotated[int | None, option("PIXELS")] = None
+    """make larger images smaller: their shorter side gets this long; default: keep all bytes"""
+    quality: int = 90
+    """of the JPEGs that --size writes, 1 to 100"""
+    format: Literal["tar", "parquet"] = "tar"
+    """parquet: keeps all labels, tar: the class"""
+    shard_mib: int = 256
+    """about how large a shard becomes"""
+    shuffle: Annotated[bool | None, option("BOOL")] = None
+    """mix the images, since runs mix only neighbours; default: if there are more than 16,384"""
+    workers: Annotated[int | None, option("INT")] = None
+    """processes that read and encode; default: one per core"""
+
+    def __call__(self) -> None:
+        from stopmim.data.pack import pack
+
+        how: Any = {"kind": self.format, "size": self.size, "quality": self.quality}
+        names = ("shard_mib", "shuffle", "workers")
+        limits: Any = {name: getattr(self, name) for name in names}
+        try:
+            index = pack(self.data, self.out, **how, **limits)
+        except KeyboardInterrupt:
+            raise InterruptedRunError(signal.SIGINT, f"{self.out}: stopped") from None
+        images = sum(shard.images for shard in index.shards)
+        mib = sum(shard.bytes for shard in index.shards) / 2**20
+        print(
+            f"{self.out}: {images:,} images in {len(index.shards)} shards, {mib:,.0f} MiB\n"
+            f"prove them with   stopmim check {self.out} --verify\n"
+            f"train with        stopmim pretrain {self.out} --out runs/first"
+        )
 
 
 @dataclass(frozen=True)

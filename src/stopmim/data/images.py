@@ -7,6 +7,7 @@ Any object that satisfies `Images` works everywhere. It may also have
     others      dict of str and int: files beside the images that are not read, by extension
     loose       int: images beside class folders, whose "class" is -1
     label_hint  str: what to do where labels are missing
+    any_order   bool: chunks are few and cheap enough to be read in any order
     in_process  bool: reading is so cheap that worker processes only slow it down
     channels    int: C, if it is not 3
     kind        config.data.Kind: type of the numbers, if it is not uint8

@@ -51,7 +51,7 @@ def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> l
 
 def permutation(images: Images, seed: int, epoch: int) -> torch.Tensor:
     """The order of an epoch, (n,) int64."""
-    if isinstance(images, Chunked):
+    if isinstance(images, Chunked) and not getattr(images, "any_order", False):
         rng = numpy_generator("order", seed, epoch)
         return torch.from_numpy(nearly_sequential(images.chunks, images.window, rng))
     return torch.randperm(len(images), generator=torch_generator("order", seed, epoch))

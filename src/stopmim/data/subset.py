@@ -22,6 +22,7 @@ class Subset:
         if isinstance(images, Chunked):  # the rest of a chunk is still contiguous
             self.chunks = np.searchsorted(self.kept, images.chunks)
             self.window = images.window
+            self.any_order: bool = getattr(images, "any_order", False)
         left_out = np.setdiff1d(np.arange(len(images)), self.kept).astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(images.fingerprint.encode() + left_out).hexdigest()
 

@@ -1,10 +1,11 @@
 """Parquet files with images in the schema of Hugging Face: a column of struct{bytes, path}."""
 
+import contextlib
 import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,6 +146,36 @@ def _known_contents(files: Sequence[str], i: int) -> tuple[Contents, int]:
     arrays["groups"] = np.array(found.groups, np.int64).reshape(-1, 2)
     cache.store("parquet", key, arrays)
     return found, size
+
+
+@contextlib.contextmanager
+def parquet_file(
+    file: Any, labels: Sequence[str], classes: Sequence[str]
+) -> Iterator[Callable[[list[dict[str, Any]], dict[str, np.ndarray]], None]]:
+    """Writes a Parquet file: yields a function that adds a row group of images and labels.
+
+    The label "class" becomes the column "label", with the names of its values, as `datasets` does.
+    """
+    arrow, parquet = _pyarrow("pack")
+    columns = {name: "label" if name == "class" else name for name in labels}
+    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    for name, column in columns.items():
+        named = {"names": list(classes), "_type": "ClassLabel"}
+        is_named = name == "class" and bool(classes)
+        features[column] = named if is_named else {"dtype": "int64", "_type": "Value"}
+    about = json.dumps({"info": {"features": features}})
+    image = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    fields = [("image", image), *((column, arrow.int64()) for column in columns.values())]
+    schema = arrow.schema(fields, metadata={"huggingface": about})
+    # Images are compressed already, and nobody looks for the smallest of them.
+    options = {"compression": "none", "write_statistics": False, "use_dictionary": False}
+    with parquet.ParquetWriter(file, schema, **options) as writer:
+
+        def write(images: list[dict[str, Any]], values: dict[str, np.ndarray]) -> None:
+            arrays = [arrow.array(images, image), *(arrow.array(values[n]) for n in columns)]
+            writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+
+        yield write
 
 
 def _read_contents(path: str) -> Contents:

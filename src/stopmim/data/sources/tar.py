@@ -20,6 +20,7 @@ from stopmim.data import index_cache as cache
 from stopmim.data.decode import EXTENSIONS, BadImageError, decode
 from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.folder import MAX_BYTES
+from stopmim.data.sources.packed import read_index
 from stopmim.data.sources.shards import (
     Shards,
     file_names,
@@ -92,6 +93,12 @@ class Tar(Shards):
         self.labels = {"class": index["label"]} if len(index["label"]) else {}
         self.fingerprint = index["fingerprint"].tobytes().decode()
         self.unreadable = index["unreadable"].tobytes().decode().splitlines()
+        folders = {os.path.dirname(place) for place in self._places}
+        # Remote shards with an index are those of indexed_tar.py.
+        packed = read_index(folders.pop()) if len(folders) == 1 and not remote else None
+        self.classes = packed.classes if packed and self.labels else []
+        # The order of so few is that of a folder: a run on either sees the same.
+        self.any_order = packed is not None and len(self) <= WINDOW
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
             raise DataError(
