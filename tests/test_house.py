@@ -26,7 +26,8 @@ data.transform data.ahead data.workers data.sources.source data.loading data.enc
 data.sources.packed data.skip data.sources.arrays data.sources.folder
 data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
 data.videos data.sources.datasets_library data.sources.parquet data.sources.tar
-data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.duplicates data.facts data.check
+data.sources.indexed_tar data.sources.urls data.sources.open data data.pack
+data.duplicates data.facts data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
