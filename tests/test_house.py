@@ -174,11 +174,8 @@ MANY_OPTIONS = {"multiblock", "_attention_forward", "_attention_backward"}
 def test_the_base_package_never_imports_torchvision_or_an_extra() -> None:
     extras = {"torchvision", "timm", "transformers", "wandb", "tensorboard", "webdataset"}
     extras |= {"onnx", "onnxruntime", "onnxscript", "pyarrow", "huggingface_hub"}
-<<<<<<< HEAD
     extras |= {"fsspec", "aiohttp", "datasets"}
-=======
     extras |= {"imagecodecs", "pydicom", "tifffile", "zarr"}
->>>>>>> readers
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -29,6 +29,8 @@ def server(tmp_path: Path) -> Iterator[FaultyServer]:
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fetch, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(fetch, "QUIET", 0.1)  # warnings are read too
+    monkeypatch.setenv("STOPMIM_URLS", "{}")
     with impatient(tmp_path / "cache", STOPMIM_REMOTE_PATIENCE="0.6"):
         yield
 
@@ -106,6 +108,12 @@ def silent(request: Any) -> None:
     time.sleep(1.0)
 
 
+def garbage(request: Any) -> None:
+    """aiohttp quotes the URL in its message about this."""
+    request.wfile.write(b"garbage\r\n\r\n")
+    request.close_connection = True
+
+
 def teapot(request: Any) -> None:
     answer_plain(request, 418, b"\x1b]0;owned\x07" * 1000)
 
@@ -125,18 +133,25 @@ def teapot(request: Any) -> None:
         (a_page, "no images in 1 tar shards"),
         (vast, "100000000000000000 bytes, more than the budget"),
         (silent, "not to be had for .* sent nothing for 0.3 s"),
+        (garbage, "not to be had for .* client response error: 400"),
         (teapot, "HTTP 418; expected a file"),
     ],
 )
 def test_an_answer_that_is_no_file_is_one_line(
-    answer: Callable[[Any], None], said: str, server: FaultyServer, tmp_path: Path
+    answer: Callable[[Any], None],
+    said: str,
+    server: FaultyServer,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     server.special["/x.tar"] = answer
     begin = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    secret = f"{server.url.replace('://', '://me:hunter2@')}/x.tar?token=hunter2"
     with pytest.raises(DataError, match=said) as met:
-        open_images(f"{server.url}/x.tar")
+        open_images(secret)
     assert str(met.value).isprintable()
+    assert "hunter2" not in str(met.value)  # whatever a library quotes
+    assert "hunter2" not in "".join(capfd.readouterr())
     assert time.monotonic() - begin < 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
     assert sum(path.stat().st_size for path in remote_cache.folder().rglob("*")) < 10**6

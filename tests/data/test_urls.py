@@ -3,21 +3,29 @@
 import hashlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from test_tar import shard, values
+from test_tar import png, shard, values
 
-from faulty_server import FAULTS, FaultyServer, impatient, serving
+from faulty_server import FAULTS, FaultyServer, answer_plain, impatient, serving
 from stopmim.base.errors import DataError
 from stopmim.data import fetch, remote_cache
+from stopmim.data.order import permutation
+from stopmim.data.pack import pack
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.source import Split
 
 IMAGES, SHARDS = 40, 4
+SPLITS: list[Split] = ["train", "test"]
 
 
 def write_index(folder: Path, suffix: str = ".tar", count: int = IMAGES) -> None:
@@ -94,12 +102,28 @@ def test_an_index_opens_shards_without_fetching_them(folder: Path, server: Fault
     assert same(far, open_images(folder))
 
 
-def test_parquet_and_folders_of_other_protocols(tmp_path: Path) -> None:
-    import fsspec
-    import pyarrow
-    import pyarrow.parquet
-    from test_tar import png
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_packed_shards_are_their_source_in_the_same_order(
+    kind: Literal["tar", "parquet"], tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(5):
+                data = png(10 * (split == "val") + 5 * (name == "dog") + i)
+                (tmp_path / "photos" / split / name / f"{i}.png").write_bytes(data)
+    pack(tmp_path / "photos", tmp_path / "packed", kind=kind, workers=0)
+    with serving(tmp_path / "packed") as server:
+        for split in SPLITS:
+            near, far = open_images(tmp_path / "packed", split), open_images(server.url, split)
+            assert same(far, near)
+            assert permutation(far, 3, 1).tolist() == permutation(near, 3, 1).tolist()
+            assert getattr(far, "classes", None) == ["cat", "dog"]
+        pack(server.url, tmp_path / "again", kind=kind, workers=0)  # a URL is a source like others
+    assert sorted(values(open_images(tmp_path / "again"))) == list(range(10))
 
+
+def test_parquet_and_folders_of_other_protocols(tmp_path: Path) -> None:
     for k in range(2):
         rows = [{"bytes": png(10 * k + i), "path": None} for i in range(10)]
         kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -135,8 +159,6 @@ def test_a_fault_is_survived(fault: str, folder: Path, server: FaultyServer) -> 
 
 
 def test_a_server_says_how_long_to_wait(folder: Path, server: FaultyServer) -> None:
-    from faulty_server import answer_plain
-
     asked = list[float]()
 
     def busy(request: Any) -> None:
@@ -199,6 +221,21 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
     assert time.monotonic() - begin < 5
     assert "the same command continues" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_fetch_does_not_count_as_the_time_of_an_image(folder: Path, server: FaultyServer) -> None:
+    write_index(folder)
+    far = open_images(server.url)
+    os.environ["STOPMIM_REMOTE_STALL"] = "1.5"  # set back by `quick`
+    server.plan, server.stall = ["stall"], 2.0
+    child = os.fork()
+    if child == 0:  # as a worker: nothing handles the alarm, which kills
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        far.read(0)
+        os._exit(0 if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert server.spent() == ["stall"]
 
 
 # ------------------------------------------------------------------------------ the cache

@@ -45,6 +45,7 @@ def _windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (Tar, IndexedTar):
             patch.setattr(kind, "window", 3 * IMAGES)
+            patch.setattr(f"{kind.__module__}.WINDOW", 3 * IMAGES)
         yield
 
 
@@ -190,7 +191,7 @@ def test_credentials_are_nowhere(
         write_preset(preset)
         monkeypatch.setattr(sys, "argv", ["stopmim", *words])
         assert main() == 0
-        assert main(["check", url]) in (0, 3)
+        assert main(["check", url, "--preset", str(preset)]) == 0
         assert main(["report", str(out)]) == 0
         server.login = "me:another"
         monkeypatch.setattr(sys, "argv", ["stopmim", *words])

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import threading
 import time
 import weakref
@@ -126,7 +127,7 @@ def hold(remote: Remote) -> Held:
             if remote.about.size > budget():
                 what = f"{remote.about.size} bytes, more than the budget of {budget()} bytes"
                 raise RemoteError(f"{remote.url}: {what}; raise STOPMIM_REMOTE_GB")
-            with _part(path, remote) as part:
+            with _untimed(), _part(path, remote) as part:
                 if part and not path.exists():
                     _make_room(place, remote.about.size)
                     _complete(remote, part, keep)
@@ -155,6 +156,19 @@ def _open(path: Path, size: int) -> Held | None:
     with contextlib.suppress(OSError):  # of another user
         os.utime(descriptor)  # the time of its last use
     return held
+
+
+@contextlib.contextmanager
+def _untimed() -> Iterator[None]:
+    """Stops the clock of a worker's time for one image: to fetch has limits of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 @contextlib.contextmanager

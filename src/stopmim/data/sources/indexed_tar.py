@@ -56,6 +56,7 @@ class IndexedTar(Shards):
 
     def read(self, i: int) -> np.ndarray:
         chunk = self._chunk(i)
+        _ = self.files[chunk]  # fetched here and kept; the shard would do so in another thread
         return self.shard(chunk).read(i - int(self.chunks[chunk]))
 
     def name(self, i: int) -> str:

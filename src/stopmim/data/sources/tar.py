@@ -96,8 +96,9 @@ class Tar(Shards):
         self.labels = {"class": index["label"]} if len(index["label"]) else {}
         self.fingerprint = index["fingerprint"].tobytes().decode()
         self.unreadable = index["unreadable"].tobytes().decode().splitlines()
-        folders = set() if remote else {os.path.dirname(file) for file in self.files}
-        packed = read_index(folders.pop()) if len(folders) == 1 else None
+        folders = {os.path.dirname(place) for place in self._places}
+        # Remote shards with an index are those of indexed_tar.py.
+        packed = read_index(folders.pop()) if len(folders) == 1 and not remote else None
         self.classes = packed.classes if packed and self.labels else []
         # The order of so few is that of a folder: a run on either sees the same.
         self.any_order = packed is not None and len(self) <= WINDOW
