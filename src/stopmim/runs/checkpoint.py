@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.sandbox import read_tree
+from stopmim.base.files import open_to_read
+from stopmim.base.sandbox import BYTES, read_tree
 from stopmim.config.schema import Config
 from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
@@ -215,5 +216,5 @@ def _steps(run: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path, BYTES) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
