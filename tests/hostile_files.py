@@ -19,7 +19,9 @@ is one short line, the right code, and no process left. All paths are relative t
 
 import contextlib
 import ctypes
+import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -257,6 +259,9 @@ def serve(seconds: float, memory: int) -> None:
 
     for name in IMPORTED:  # once, rather than by every command
         importlib.import_module(f"stopmim.{name}")
+    with contextlib.redirect_stderr(io.StringIO()):
+        main(["eval", "nothing"])  # the parser of the command line is slow at first
+    gc.freeze()  # to collect garbage would copy all memory to every process
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a command leaves comes here
     page = resource.getpagesize()

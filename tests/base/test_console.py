@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from stopmim.base import console
-from stopmim.base.console import Ticker, busy
+from stopmim.base.console import LONGEST, MISTAKES, Ticker, as_line, busy, complain
+from stopmim.base.errors import UserError
 from stopmim.train.progress import Progress, clock, rough
 from tiny import tiny
 
@@ -132,3 +133,31 @@ def test_durations_are_rough_and_another_day_has_its_date() -> None:
     ]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", clock(90_000))
     assert clock(0) in (f"{time.strftime('%H:%M')}", clock(0))
+
+
+def test_an_error_is_one_line_whatever_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "a\nstopmim: error: b\r\x1b[2J\u202e\ud800\u2028c"
+    complain(UserError(forged))
+    said = capsys.readouterr().err
+    assert said == "stopmim: error: a\\nstopmim: error: b\\r\\x1b[2J\\u202e\\ud800\\u2028c\n"
+    for text in ("x" * 10**7, "\n" * 10**7, "\U0001f600" * 10**6):
+        line = as_line(f"begin {text} end")
+        assert len(line) <= LONGEST
+        assert line.startswith("begin ")
+        assert line.endswith(" end")
+        assert line.isprintable()
+
+
+def test_each_mistake_has_a_line_and_many_have_few(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UserError(*(f"mistake {i}" for i in range(30)))
+    assert str(error).splitlines() == [f"mistake {i}" for i in range(30)]
+    complain(error)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "stopmim: error: mistake 0"
+    assert said[-1] == f"stopmim: error: and {30 - MISTAKES} more mistakes"
+    assert len(said) == MISTAKES + 1
+
+
+def test_a_warning_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    console.warn("a\nstopmim: error: b")
+    assert capsys.readouterr().err.count("\n") == 1

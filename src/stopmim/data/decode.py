@@ -246,7 +246,7 @@ def from_pillow(image: Image.Image) -> np.ndarray:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-    """Pixels (H, W, 3) of any image, by strips: a copy for each step would take gigabytes."""
+    """Pixels (H, W, 3) of any image, by strips: whole copies would take gigabytes."""
     convert = _strip_to_rgb
     if image.mode == "F" or image.mode.startswith("I"):
         convert = partial(_strip_to_grey, *_range(image))

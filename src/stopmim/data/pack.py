@@ -21,7 +21,7 @@ import numpy as np
 from stopmim._version import __version__
 from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
-from stopmim.base.files import replaced, sweep, write_whole
+from stopmim.base.files import read_regular, replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.encoded import Encoded, Encoder
 from stopmim.data.images import Images
@@ -163,7 +163,7 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
 
 def _begun(folder: Path) -> Plan | None:
     try:
-        return Plan(**json.loads((folder / PLAN).read_bytes()))
+        return Plan(**json.loads(read_regular(folder / PLAN)))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -220,7 +220,7 @@ class Packing:
 def _recorded(record: Path, shard: Path) -> tuple[PackedShard, list[str]] | None:
     """What an earlier call wrote down about a shard that is still there."""
     try:
-        about, lost = json.loads(record.read_bytes())
+        about, lost = json.loads(read_regular(record))
         made = PackedShard.model_validate(about)
         return (made, lost) if shard.stat().st_size == made.bytes else None
     except (OSError, ValueError, TypeError):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import read_regular
-from stopmim.base.sandbox import read_tree
+from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.sandbox import BYTES, read_tree
 from stopmim.config.schema import Config
 from stopmim.data.pixels import stats_of
 from stopmim.data.transform import seeing
@@ -310,5 +310,5 @@ def steps(run: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path, BYTES) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -64,11 +64,14 @@ class WeightFile:
     def tag(self, name: str) -> Any:
         """The tag `name` that `export` wrote to the header or beside the weights, or None."""
         tree = self.tree  # reading it has checked the header
-        if self.path.suffix != ".safetensors":
-            return tree.get(name) if isinstance(tree, Mapping) else None
-        text = metadata(self.path).get(name)
         with vit.refusing(f"{self}: {name} is not ours"):
-            return text and json.loads(text)
+            if self.path.suffix != ".safetensors":
+                tag = tree.get(name) if isinstance(tree, Mapping) else None
+            else:
+                tag = json.loads(metadata(self.path).get(name, "null"))
+            if not isinstance(tag, Mapping | None):
+                raise TypeError(f"a {type(tag).__name__}")
+        return tag
 
     def heads_and_eps(self) -> tuple[int | None, float]:
         """Attention heads, as given or else as in the tag of `export`, and the norm epsilon."""

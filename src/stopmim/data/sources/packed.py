@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stopmim._version import __version__
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError
-from stopmim.data.sources.source import printable, read_bytes
+from stopmim.base.files import open_to_read
+from stopmim.data.sources.source import MAX_SHARD, printable, read_bytes
 
 INDEX = "index.json"
 FORMAT = 1
@@ -86,7 +87,7 @@ def problems(folder: str | Path, index: Index) -> Iterator[str]:
         path, digest = Path(folder, shard.name), hashlib.sha256()
         name = printable(path)
         try:
-            with path.open("rb") as file:
+            with open_to_read(path, MAX_SHARD) as file:
                 if (size := os.fstat(file.fileno()).st_size) != shard.bytes:
                     return f"{name}: {size} bytes, the index says {shard.bytes}"
                 digest = hashlib.file_digest(file, "sha256")
