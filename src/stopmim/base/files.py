@@ -16,8 +16,9 @@ import secrets
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from stopmim.base.errors import StorageError
 
@@ -165,7 +166,7 @@ def _not_regular(path: Path) -> StorageError:
     return StorageError(f"{path}: is {what}, so nothing is written to it; remove it or move it")
 
 
-def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
+def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedReader:
     """Opens a regular file of at most `limit` bytes; OSError for any other.
 
     A pipe would block forever, a device such as /dev/zero never ends, and any name may lead there.
