@@ -241,6 +241,30 @@ def test_a_fetch_does_not_count_as_the_time_of_an_image(folder: Path, server: Fa
 # ------------------------------------------------------------------------------ the cache
 
 
+def test_a_copy_that_a_killed_process_has_begun_is_completed(
+    folder: Path, server: FaultyServer
+) -> None:
+    write_index(folder)
+    far = open_images(server.url)
+    os.environ["STOPMIM_REMOTE_STALL"] = "20"  # set back by `quick`
+    server.plan, server.stall = ["stall"], 20.0
+    size = (folder / "train-000.tar").stat().st_size
+    child = os.fork()
+    if child == 0:
+        far.read(0)
+        os._exit(0)
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not any(
+        path.stat().st_size >= size // 2 for path in remote_cache.folder().glob("??/*.part")
+    ):
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert int(far.read(0)[0, 0, 0]) == 0
+    ranges = [r for path, r, _ in server.log if path == "/train-000.tar"]
+    assert ranges == ["bytes=0-", f"bytes={size // 2}-"]
+
+
 def copies() -> list[Path]:
     return [path for path in remote_cache.folder().glob("??/*") if path.suffix != ".part"]
 
