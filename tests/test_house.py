@@ -21,18 +21,19 @@ gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attentio
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
 data.pixels data.crops data.decode data.images data.index_cache data.scene data.sources data.order
-data.render data.resident data.subset data.transform data.workers data.sources.source data.loading
-data.skip data.sources.arrays data.sources.folder data.sources.cifar data.sources.layouts
-data.sources.lists data.sources.scenes data.sources.shards data.videos data.sources.parquet
-data.sources.tar data.sources.open data data.duplicates data.facts data.check
+data.render data.messages data.resident data.subset data.transform data.workers
+data.sources.source data.loading data.skip data.sources.arrays data.sources.folder
+data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
+data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.facts
+data.check
 runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect
 weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
-train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
-train.draws train.cost train.plan train.advice train.progress train.loop
+train train.distributed train.mirror train.rates train.slurm train.guard train.optimizer train.step
+train.draws train.cost train.plan train.advice train.progress train.trouble train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
 evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune

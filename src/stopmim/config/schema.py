@@ -109,6 +109,10 @@ class OptimConfig(Section):
     """betas of AdamW"""
     clip_grad: float | None = Field(default=None, gt=0)
     """largest norm of the whole gradient; null: no clipping"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """an update whose loss or gradient is not finite ends the run, or is skipped"""
+    spike: float | None = Field(default=None, gt=1)
+    """skips updates whose loss or gradient is this many times its running mean; null: none"""
     penalty_l1: float = Field(default=0.0, ge=0)
     """adds this times the sum of |A| to the loss; A is the matrix that projects the context"""
     penalty_l2: float = Field(default=0.0, ge=0)
@@ -128,6 +132,8 @@ class RuntimeConfig(Section):
     """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
     accumulate: int = Field(default=1, ge=1)
     """parts a batch is split into, over all GPUs: 8 means 8 on one GPU, 1 on each of 8"""
+    on_oom: Literal["stop", "halve"] = "stop"
+    """out of memory while training ends the run, or halves the parts of a batch and continues"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """on several GPUs; ddp: each holds the whole model; fsdp: each holds a shard of it"""
     recompute: Literal["on", "off"] = "off"

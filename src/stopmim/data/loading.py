@@ -20,7 +20,7 @@ from stopmim.data.crops import crop_box, draw_augmentation, resized_crop
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 from stopmim.data.order import batch_keys, shares
-from stopmim.data.workers import Watched, batches, cores_per_rank, shared
+from stopmim.data.workers import Watched, batches, cores_per_rank
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
 
@@ -75,7 +75,7 @@ class Crops:
             # Stacked in their memory order, which is H, W, 3.
             whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
         augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
-        return Loaded(shared(whole), shared(augmentation), bad)
+        return Loaded(whole, augmentation, bad)
 
 
 def loader(

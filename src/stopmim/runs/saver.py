@@ -17,7 +17,7 @@ from uuid import uuid4
 import safetensors
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from stopmim._version import __version__
 from stopmim.base.console import warn
@@ -47,6 +47,7 @@ class Saver:
     scaler: torch.amp.GradScaler | None
     config: Config
     writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
+    guard: Tensor | None = None  # of updates that are skipped
     failed: int = 0  # saves in a row
 
     thread: Thread | None = field(init=False, default=None)  # that writes, or has written,
@@ -74,6 +75,7 @@ class Saver:
         faultpoint("save.copied")
         scaler = self.scaler.state_dict() if self.scaler else None
         about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
+        about |= {} if self.guard is None else {"guard": self.guard.tolist()}
         os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
