@@ -139,6 +139,7 @@ def train(
         received.nothing_to_save = True
         while step < total:
             ### One update
+            run.step, run.function.settled = step, True  # what is lost from here on can be saved
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
             values = None
@@ -151,7 +152,8 @@ def train(
                 run.halve()
                 draws = run.draws(bad_files)
                 continue
-            step = run.step = step + 1
+            run.function.settled = False  # until this update is logged
+            step += 1
             received.nothing_to_save = False
             faultpoint("step.end")
 

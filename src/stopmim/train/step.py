@@ -53,7 +53,7 @@ class Step:
     broken: Tensor = field(init=False)
     scaler: torch.amp.GradScaler | None = field(init=False, default=None)
     guard: Guard | None = field(init=False, default=None)
-    settled: bool = field(init=False, default=True)  # weights are those after a whole update
+    settled: bool = field(init=False, default=True)  # no weight has changed since the loop set it
 
     def __post_init__(self) -> None:
         device = self.model.encoder.pos_embed.device
@@ -66,7 +66,7 @@ class Step:
         self, parts: Iterable[Part], rates: Rates[float] | Rates[Tensor]
     ) -> dict[str, Tensor]:
         """Makes one update; returns tensors by name, since reading them waits for the device."""
-        model, called, self.settled = self.model, self.wrapped or self.model, True
+        model, called = self.model, self.wrapped or self.model
         self.optimizer.zero_grad(set_to_none=True)
         sums: list[Tensor] = []  # of every part: loss and its two spreads, (3,)
         for i, (batch, noise) in enumerate(parts, start=1):
@@ -95,7 +95,6 @@ class Step:
         model.update_target(rates.momentum)  # after the encoder, as I-JEPA
         if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
             self.optimizer.zero_grad(set_to_none=True)
-        self.settled = True
         return values
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ class Running(Protocol):
     path: Path
     config: Config
     world: World
-    step: int  # updates made
+    step: int  # updates made and logged
     function: Step
     saver: Saver
 
@@ -44,7 +44,8 @@ class Running(Protocol):
 def saved_if_lost(run: Running, received: Received) -> Iterator[None]:
     """Saves the updates so far when images, a worker or another rank end the run.
 
-    They fail before an update changes a weight. Rank 0 can save alone what it holds whole.
+    They mostly fail before an update changes a weight; if not, its line is missing in the log and
+    the checkpoint before is the one to continue from. Rank 0 saves alone what it holds whole.
     """
     try:
         yield
@@ -123,6 +124,7 @@ def out_of_memory(
     config: Config, world: World, error: Exception, path: Path | None
 ) -> ResourceError:
     """Names what to try next; with a `path` of a run, the model itself has found room."""
+    config = with_parts_of(path, config) if path else config
     size, parts = config.optim.batch_size, _parts(config, world.size)
     more = more_parts(config, world.size)
     remedies = [f"--runtime.accumulate {more}"] if more else []
