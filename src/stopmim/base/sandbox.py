@@ -27,7 +27,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stopmim.base.errors import CheckpointError, StorageError, UserError
+from stopmim.base.errors import CheckpointError, ResourceError, StorageError, UserError
+from stopmim.base.memory import is_out_of_memory, shortage
 
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
 SHARED = 4  # most bytes of tensors per byte of file: some networks save a matrix twice
@@ -54,6 +55,9 @@ def read_tree(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
+        if path.suffix == ".safetensors" and is_out_of_memory(error):  # it is no larger than it is
+            what = f"{path}: out of memory while it is read: {shortage(error)}"
+            raise ResourceError(f"{what}; close other programs") from None
         raise CheckpointError(f"{path}: refused or damaged: {one_line(error)}") from None
 
 

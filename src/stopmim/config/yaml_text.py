@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from typing import Any, TypeVar
 
 import yaml
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from stopmim.base.errors import UserError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
+DIGITS = sys.get_int_max_str_digits()
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -25,6 +27,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{where}: {what}") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply") from None
+    except ValueError:  # Python converts no more digits than that
+        raise UserError(f"{source}: a number of more than {DIGITS:,} digits") from None
 
 
 def to_yaml(section: BaseModel, indent: str = "") -> str:
@@ -45,7 +49,11 @@ def validate(model: type[Model], tree: object, source: str) -> Model:
     """A `model` from plain values, or a UserError with one line per mistake."""
     try:
         # Through JSON, because strict mode takes a list for a tuple only from there.
-        return model.model_validate_json(json.dumps(tree, default=repr))
+        text = json.dumps(tree, default=repr)
+    except ValueError:
+        raise UserError(f"{source}: a number of more than {DIGITS:,} digits") from None
+    try:
+        return model.model_validate_json(text)
     except ValidationError as error:
         mistakes = [f"{source}: {_explain(model, mistake)}" for mistake in error.errors()]
         raise UserError("\n".join(mistakes)) from None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
+from stopmim.base.memory import is_out_of_memory
 from stopmim.base.sandbox import read_tree
 from stopmim.config.schema import Config
 from stopmim.gpu.sharding import like, whole
@@ -101,6 +102,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
         weights = load_file(path / "model.safetensors")
         slots = load_file(path / "optimizer.safetensors") if optimizer else {}
     except (OSError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):  # nothing is wrong with the file
+            raise
         raise CheckpointError(f"{path}: unreadable: {error}") from None
     want = model.state_dict()
     check_fit(weights, want, str(path))
