@@ -26,7 +26,7 @@ data.sources.source data.loading data.skip data.sources.arrays data.sources.fold
 data.sources.cifar data.sources.layouts data.sources.lists data.sources.scenes data.sources.shards
 data.videos data.sources.parquet data.sources.tar data.sources.open data data.duplicates data.facts
 data.check
-runs runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
+runs runs.shards runs.checkpoint runs.saver runs.verdict runs.run runs.next_commands
 weights weights.formats weights.vit weights.format weights.card weights.formats.data2vec
 weights.formats.huggingface weights.formats.mae weights.formats.onnx weights.formats.plain_vit
 weights.formats.run weights.formats.stop_ijepa weights.formats.timm weights.load weights.inspect

@@ -139,9 +139,11 @@ class RuntimeConfig(Section):
     """out of memory while training ends the run, or halves the parts of a batch and continues"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """on several GPUs; ddp: each holds the whole model; fsdp: each holds a shard of it"""
+    checkpoints: Literal["whole", "sharded"] = "whole"
+    """of fsdp; whole: rank 0 writes the model; sharded: each rank its part, for any number of ranks"""
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the activation memory, a third more time"""
-    workers: int | None = Field(default=None, ge=0, le=1024)
+    workers: int | None = Field(default=None, ge=0, le=256)
     """processes that read images; null: by the cores per GPU, at most 16, none for scenes"""
     worker_timeout: int = Field(default=300, ge=0, le=10**6)
     """seconds after which a process that reads one image counts as hanging; 0: never"""

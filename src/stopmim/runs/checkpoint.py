@@ -9,13 +9,12 @@ step whose checksums verify.
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stopmim._version import __version__
@@ -27,10 +26,11 @@ from stopmim.config.schema import Config
 from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs import shards
 
 State = dict[str, Tensor]
 
-FORMAT = 1
+FORMAT = 2  # 1 without pieces of other ranks, see shards.py
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -99,8 +99,8 @@ def state(path: Path) -> dict[str, Any]:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Loads the checkpoint at `path` into `model` and `optimizer`; every key must match."""
     try:
-        weights = load_file(path / "model.safetensors")
-        slots = load_file(path / "optimizer.safetensors") if optimizer else {}
+        weights = shards.read(path, "model")
+        slots = shards.read(path, "optimizer") if optimizer else {}
     except (OSError, safetensors.SafetensorError) as error:
         if is_out_of_memory(error):  # nothing is wrong with the file
             raise
@@ -140,11 +140,11 @@ def load_model(path: Path) -> MaskedImageModel:
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / 'state.json'}: not a run's: {what}") from None
-    fill(model, read_tree(path / "model.safetensors"), str(path))
+    fill(model, shards.read(path, "model", read_tree), str(path))
     return model.eval()
 
 
-def fill(module: nn.Module, weights: State, source: str) -> None:
+def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     for key, value in weights.items():
@@ -156,7 +156,7 @@ def fill(module: nn.Module, weights: State, source: str) -> None:
     module.load_state_dict(own, assign=True)
 
 
-def check_fit(weights: State, want: State, source: str) -> None:
+def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
     """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
     have, need = ({key: tuple(x.shape) for key, x in some.items()} for some in (weights, want))
     problems = [f"missing {key} {need[key]}" for key in need.keys() - have.keys()]

@@ -26,7 +26,9 @@ from stopmim.base.faults import faultpoint
 from stopmim.config.schema import Config
 from stopmim.gpu.copies import cloned, has_room, on_host
 from stopmim.gpu.sharding import is_sharded
+from stopmim.runs import shards
 from stopmim.runs.checkpoint import FORMAT, State, gathered, live, prune, sha256, sweep
+from stopmim.runs.shards import Staged
 
 SECONDS = 600.0  # between two checkpoints, unless `runtime.save_every` says how many updates
 SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
@@ -55,6 +57,7 @@ class Saver:
     error: BaseException | None = field(init=False, default=None)  # and why it could not
     began: float = field(init=False, default_factory=time.monotonic)  # the last save, or training
     roomy: bool = field(init=False, default=False)  # a copy has fitted into memory
+    staged: Staged | None = field(init=False, default=None)  # pieces that other ranks have written
 
     @property
     def is_due(self) -> bool:
@@ -68,7 +71,11 @@ class Saver:
         self.step, self.began = step, time.monotonic()
         states = live(self.model, self.optimizer)
         if sharded := any(map(is_sharded, states[0].values())):
-            states = gathered(self.model, self.optimizer, keep=self.writes)
+            if self.config.runtime.checkpoints == "sharded":
+                states = shards.local(states)
+                self.staged = shards.stage(self.run, states)
+            else:
+                states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
             return
         copy = None if final or sharded else self._copy(states)
@@ -148,6 +155,9 @@ class Saver:
         temporary.mkdir(parents=True)
         try:
             faultpoint("save.begin")
+            if self.staged:
+                self.staged.move_to(temporary)
+                faultpoint("save.staged")
             for name, state in zip(("model", "optimizer"), states, strict=True):
                 tensors = on_host(state, ready)
                 faultpoint("save.host")
@@ -159,7 +169,8 @@ class Saver:
                 for path in sorted(temporary.iterdir())
             }
             faultpoint("save.hashed")
-            manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
+            number = FORMAT if self.staged else 1
+            manifest = {"format": number, "stopmim": __version__, "step": step, "files": sums}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in temporary.iterdir():
                 path.chmod(mode)  # safetensors creates files with mode 0600

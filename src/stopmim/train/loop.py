@@ -35,7 +35,7 @@ from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every, norms
 from stopmim.method.build import build
-from stopmim.runs import checkpoint
+from stopmim.runs import checkpoint, shards
 from stopmim.runs.run import BadFiles, Metrics, Run, begin, claimed, git_state, set_threads
 from stopmim.runs.saver import Saver
 from stopmim.train import advice
@@ -329,6 +329,7 @@ def _resume(path: Path, update: Step, keep: int, world: World) -> int:
     checkpoint.load(newest, update.model, update.optimizer)
     if world.first:  # a kill may have come between a save and its clearing up
         checkpoint.sweep(path)
+        shards.sweep(path)
         checkpoint.prune(newest, keep)
     if update.scaler and about["scaler"]:
         update.scaler.load_state_dict(about["scaler"])
