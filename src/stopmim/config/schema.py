@@ -140,7 +140,7 @@ class RuntimeConfig(Section):
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """on several GPUs; ddp: each holds the whole model; fsdp: each holds a shard of it"""
     checkpoints: Literal["whole", "sharded"] = "whole"
-    """of fsdp; whole: rank 0 writes the model; sharded: each rank its part, for any number of ranks"""
+    """of fsdp; whole: rank 0 writes the model; sharded: each rank its part; both load anywhere"""
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the activation memory, a third more time"""
     workers: int | None = Field(default=None, ge=0, le=256)

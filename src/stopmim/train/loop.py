@@ -276,12 +276,11 @@ class _Training:
 
     def draws(self, bad_files: BadFiles) -> Draws:
         """Images, masks and noise from the next update on."""
-        world, beside = self.world, contextlib.nullcontext
-        options = {"device": self.device, "rank": world.rank, "world": world.size}
-        batches = loader(self.images, self.config, self.step, **options)
-        if isinstance(self.update, CudaGraphs):
-            beside = self.update.beside
-        model, config = self.model, self.config
+        model, config, device = self.model, self.config, self.device
+        rank, size = self.world.rank, self.world.size
+        batches = loader(self.images, config, self.step, device=device, rank=rank, world=size)
+        update = self.update
+        beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
         return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
 
     def halve(self) -> None:
