@@ -27,18 +27,20 @@ data.videos data.rasters.npy data.rasters.pictures data.rasters.dicom data.raste
 data.rasters.tiff data.rasters.zarr data.rasters.stack data.subset data.skip data.rasters.windows
 data.rasters.open data.transform data.sources.formed data.sources.scanning data.sources.folder
 data.sources.layouts data.sources.lists data.sources.groups data.planes data.protocols data.fetch
-data.remote_cache data.sources.shards data.sources.parquet data.sources.tar data.ahead data.workers
-data.encoded data.loading data.looking data.facts data.sources.datasets_library
-data.sources.indexed_tar data.sources.urls data.sources.open data data.pack data.verify data.check
-runs runs.verdict runs.identity runs.checkpoint runs.lock runs.logs runs.saver runs.run
+data.remote_cache data.sources.shards data.sources.parquet data.sources.tar data.ahead
+data.sources.datasets_library data.sources.indexed_tar data.sources.urls data.sources.open
+data.messages data.workers data.encoded data.loading data.looking data.facts data data.pack
+data.verify data.check
+runs runs.verdict runs.identity runs.lock runs.logs runs.shards runs.checkpoint runs.saver runs.run
 runs.next_commands runs.repair
 weights weights.filters weights.formats weights.vit weights.format weights.card
 weights.formats.data2vec weights.formats.huggingface weights.formats.mae weights.formats.onnx
 weights.formats.plain_vit weights.formats.run weights.formats.stop_ijepa weights.formats.timm
 weights.load weights.inspect weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
-train train.distributed train.mirror train.rates train.slurm train.optimizer train.step
-train.channels train.draws train.cost train.plan train.advice train.progress train.loop
+train train.distributed train.mirror train.rates train.slurm train.optimizer train.channels
+train.progress train.guard train.step train.draws train.cost train.plan train.advice train.trouble
+train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
 evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune

@@ -1,9 +1,12 @@
 """A worker process that dies, fails or hangs ends the run in one line that names the image."""
 
+import contextlib
 import faulthandler
+import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # which an optimizer imports; it creates a cache folder, once per user
 
-from stopmim import pretrain
-from stopmim.base.errors import ResourceError
+from stopmim import Run, pretrain
+from stopmim.base.errors import InterruptedRunError, ResourceError
 from stopmim.data.loading import loader
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import Watched, batches, default_workers
 from stopmim.method.build import configure
-from tiny import NoiseImages, tiny
+from tiny import NoiseImages, assert_same_run, tiny
 
 BAD = 23
 
@@ -86,18 +90,160 @@ def test_a_run_ends_with_the_name_of_the_image_its_worker_was_reading(
     assert time.monotonic() - begin < 15
 
 
+class Once:
+    """Does something the first time that any process calls it."""
+
+    def __init__(self, folder: Path, act: Callable[[], object]) -> None:
+        self.mark, self.act = folder / "done", act
+
+    def __call__(self) -> None:
+        if not self.mark.exists():
+            self.mark.touch()
+            self.act()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("act", [kill, stop], ids=["killed", "stopped"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_lost_once_is_replaced_and_no_sample_is_another(
+    tmp_path: Path, act: Callable[[], object], workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(tiny(runtime={"workers": workers, "worker_timeout": 1}))
+    found = list(loader(Trap(Once(tmp_path, act)), config, 0, device=CPU))
+    want = list(loader(NoiseImages(), configure(tiny()), 0, device=CPU))
+    assert len(found) == len(want) == 10
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert a.images.stride() == b.images.stride()  # as it lay in the worker's memory
+        assert torch.equal(a.augmentation, b.augmentation)
+    said = capsys.readouterr().err
+    assert said.count("noise 23") == 1
+    assert "another process tries again" in said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_trained_is_saved_before_an_image_ends_the_run(
+    tmp_path: Path, workers: int
+) -> None:
+    """Image 23 belongs to update 2 and, in the second epoch, 9: it breaks in between."""
+    slow = Trap(Late(tmp_path / "late", 2))
+    config = tiny(runtime={"workers": workers, "worker_timeout": 1, "save_every": 100})
+    with pytest.raises(ResourceError, match="noise 23: not read within 1 s"):
+        pretrain(slow, tmp_path / "run", config)
+    made = len(Run(tmp_path / "run").metrics)
+    assert made > 5
+    assert Run(tmp_path / "run").checkpoint.name == f"step-{made:08}"
+    whole = pretrain(NoiseImages(), tmp_path / "whole", tiny())
+    assert_same_run(pretrain(NoiseImages(), tmp_path / "run", tiny()), whole)
+
+
+class Late:
+    """Hangs from the second time on, whatever process calls it."""
+
+    def __init__(self, file: Path, second: int) -> None:
+        self.file, self.second = file, second
+
+    def __call__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(".")
+        if len(self.file.read_text()) >= self.second:
+            time.sleep(8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_is_answered_while_an_image_is_waited_for(tmp_path: Path, workers: int) -> None:
+    """Without a limit on the image, or one that is far away."""
+    trainer, sent = os.getpid(), tmp_path / "sent"
+
+    def hang() -> None:
+        with (tmp_path / "times").open("a") as file:
+            file.write(".")
+        if len((tmp_path / "times").read_text()) == 2:
+            time.sleep(0.5)  # until the updates before have been made
+            sent.write_text(str(time.time()))
+            os.kill(trainer, signal.SIGTERM)
+            time.sleep(8)
+
+    limit = 0 if workers else 300
+    config = tiny(runtime={"workers": workers, "worker_timeout": limit, "save_every": 100})
+    with pytest.raises(InterruptedRunError, match="stopped and saved at step") as caught:
+        pretrain(Trap(hang), tmp_path / "run", config)
+    assert caught.value.exit_code == 143
+    assert time.time() - float(sent.read_text()) < 2.5
+    made = len(Run(tmp_path / "run").metrics)
+    assert Run(tmp_path / "run").checkpoint.name == f"step-{made:08}"
+
+
+class Noting(NoiseImages):
+    """Notes the process that reads; slow enough to be met while it does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def read(self, i: int) -> np.ndarray:
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(0.01)
+        return super().read(i)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_in_memory_or_on_disk_and_no_process(
+    tmp_path: Path, number: signal.Signals | None
+) -> None:
+    notes, temporary = tmp_path / "pids", tmp_path / "tmp"
+    for folder in (notes, temporary):
+        folder.mkdir()
+    shared = set(os.listdir("/dev/shm"))
+
+    def train() -> None:
+        tempfile.tempdir = str(temporary)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(InterruptedRunError):
+            pretrain(Noting(notes), tmp_path / "run", tiny(runtime={"workers": 2}))
+
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    assert child.pid
+    if number:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(child.pid, number)
+    child.join()
+    assert child.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    workers = [int(path.name) for path in notes.iterdir() if int(path.name) != child.pid]
+    assert len(workers) == 2
+    until = time.monotonic() + 3
+    while any(map(is_alive, workers)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(is_alive, workers))
+    assert list(temporary.iterdir()) == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared if "torch" in name}
+
+
 def test_a_slow_image_within_the_limit_is_read() -> None:
     config = configure(tiny(runtime={"workers": 2, "worker_timeout": 2}))
     batches = list(loader(Trap(lambda: time.sleep(0.5)), config, 0, device=CPU))
     assert len(batches) == 10
 
 
-def test_no_room_in_shared_memory_is_said_and_not_waited_for() -> None:
+def test_no_memory_for_a_batch_is_said_and_not_waited_for() -> None:
     def no_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
     config = configure(tiny(runtime={"workers": 2}))
-    with pytest.raises(ResourceError, match=r"/dev/shm has no room .* --runtime.workers 1,"):
+    with pytest.raises(ResourceError, match=r"out of memory in a worker .* --runtime.workers 1"):
         list(loader(Trap(no_room), config, 0, device=CPU))
 
 

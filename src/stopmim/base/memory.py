@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-# Of a GPU, of torch's allocator on a CPU, of C++, of the system, and of a thread without a stack.
+from safetensors import SafetensorError
+
+# Of a GPU, of torch's allocator on a CPU, of C++, of the system (a library or a file that cannot be
+# mapped), and of a thread without a stack.
 _TEXTS = (
     *("out of memory", "can't allocate", "not enough memory", "bad_alloc", "Cannot allocate"),
-    "can't start new thread",
+    *("can't start new thread", "could not create a primitive"),  # the second is oneDNN's
 )
 _GROUP = Path("/sys/fs/cgroup")  # limits of a container
 
@@ -20,11 +23,10 @@ class Memory(NamedTuple):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out, on a GPU or on a CPU."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
-        return any(text in str(error) for text in _TEXTS)
-    return isinstance(error, MemoryError)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    readers = RuntimeError | ImportError | OSError | SafetensorError
+    return isinstance(error, readers) and any(text in str(error) for text in _TEXTS)
 
 
 def shortage(error: BaseException) -> str:

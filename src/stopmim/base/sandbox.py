@@ -32,8 +32,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stopmim.base.errors import CheckpointError, StorageError, UserError
+from stopmim.base.errors import CheckpointError, ResourceError, StorageError, UserError
 from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.memory import is_out_of_memory, shortage
 
 BYTES = 2**36  # most bytes of a file; a ViT-g with its optimizer has 2 ** 34
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
@@ -64,6 +65,9 @@ def read_tree(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
+        if path.suffix == ".safetensors" and is_out_of_memory(error):  # it is no larger than it is
+            what = f"{path}: out of memory while it is read: {shortage(error)}"
+            raise ResourceError(f"{what}; close other programs") from None
         raise CheckpointError(f"{path}: refused or damaged: {one_line(error)}") from None
 
 

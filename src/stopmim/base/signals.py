@@ -29,6 +29,11 @@ class Received(list[int]):
     """Numbers of the signals so far, for a loop to act on when it can save."""
 
     nothing_to_save = False  # while it holds, Ctrl-C is a KeyboardInterrupt, as elsewhere
+    since = 0.0  # when the first one came
+
+
+class WaitEndedError(Exception):
+    """A signal came while the loop waited for something that may never come."""
 
 
 _loop: Received | None = None  # of the loop that now collects signals
@@ -65,6 +70,7 @@ def signals() -> Iterator[Received]:
         if received.nothing_to_save and number == signal.SIGINT:
             _interrupt(number, frame)
         _collected = True
+        received.since = received.since or time.monotonic()
         received.append(number)
 
     try:
@@ -79,6 +85,12 @@ def signals() -> Iterator[Received]:
         _loop = outer
         for number, previous in old.items():
             signal.signal(number, previous)
+
+
+def end_wait_if_told() -> None:
+    """Raises WaitEndedError if a signal is older than PATIENCE; for whatever may wait for long."""
+    if _loop and time.monotonic() - _loop.since > PATIENCE:
+        raise WaitEndedError
 
 
 def answer() -> None:

@@ -28,7 +28,7 @@ SIZES = {
 
 def parse_arch(name: str) -> tuple[Size, int]:
     """``"vit_b16"`` -> (its Size, patch 16)."""
-    found = re.fullmatch(r"vit_([a-z]+)([1-9]\d*)", name)
+    found = re.fullmatch(r"vit_([a-z]+)([1-9]\d{0,3})", name)
     if not found or found[1] not in SIZES:
         raise UserError(
             f"unknown arch {name!r}: expected vit_<size><patch>, size one of {', '.join(SIZES)}"

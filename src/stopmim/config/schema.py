@@ -9,6 +9,7 @@ from stopmim.base.errors import UserError
 from stopmim.config.architectures import parse_arch
 from stopmim.config.data import DataConfig
 from stopmim.config.section import (
+    Beta,
     Compat,
     Count,
     Decay,
@@ -22,11 +23,13 @@ from stopmim.config.section import (
 )
 from stopmim.config.yaml_text import parse_yaml, validate
 
+MOST_PATCHES = 256  # along an edge: attention over more does not end, nor does a check of masks
+
 
 class MaskingConfig(Section):
     kind: Literal["multiblock", "random"] = "multiblock"
     """multiblock: predict rectangles (I-JEPA); random: predict single patches (MAE)"""
-    targets: int = Field(default=4, ge=1)
+    targets: int = Field(default=4, ge=1, le=1000)
     """rectangles to predict per image"""
     target_scale: FractionRange = (0.15, 0.2)
     """area of a rectangle as a fraction of the grid: smallest, largest"""
@@ -54,7 +57,7 @@ class PositionsConfig(Section):
 
     kind: Literal["sincos", "learned", "stochastic", "jitter"] = "stochastic"
     """stochastic: StoP; sincos: I-JEPA; learned: a learned table; jitter: moved by a few patches"""
-    sigma: float | None = Field(default=None, ge=0)
+    sigma: float | None = Field(default=None, ge=0, le=1e6)
     """variance of the noise; null: 0.25, ViT-H 0.2, released 0.0625, 0.04; jitter: 1 patch^2"""
     base: Literal["sincos", "learned"] = "sincos"
     """table of mean positions, psi"""
@@ -80,24 +83,24 @@ class PositionsConfig(Section):
 
 
 class PredictorConfig(Section):
-    width: int = Field(default=384, ge=4, multiple_of=4)
+    width: int = Field(default=384, ge=4, le=16384, multiple_of=4)
     """width of its tokens"""
-    depth: int | None = Field(default=None, ge=1)
+    depth: int | None = Field(default=None, ge=1, le=200)
     """number of blocks; null: 6 (ViT-Ti, S, B), 12 (L, H), 16 (g)"""
-    heads: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1, le=4096)
     """attention heads; null: as many as the encoder"""
 
 
 class OptimConfig(Section):
-    epochs: int = Field(default=600, ge=1)
+    epochs: int = Field(default=600, ge=1, le=10**6)
     """passes over the images"""
-    batch_size: int = Field(default=2048, ge=1)
+    batch_size: int = Field(default=2048, ge=1, le=10**6)
     """images per update over all GPUs, so that a config means the same run on any machine"""
-    lr: float = Field(default=8e-4, gt=0)
+    lr: float = Field(default=8e-4, gt=0, le=1000)
     """peak learning rate, after the warm-up"""
-    start_lr: float = Field(default=2e-4, ge=0)
+    start_lr: float = Field(default=2e-4, ge=0, le=1000)
     """learning rate at the start of the warm-up"""
-    final_lr: float = Field(default=1e-6, ge=0)
+    final_lr: float = Field(default=1e-6, ge=0, le=1000)
     """learning rate at the end of the cosine"""
     warmup_epochs: float = Field(default=15, ge=0)
     """epochs of linear warm-up from start_lr to lr"""
@@ -105,15 +108,19 @@ class OptimConfig(Section):
     """first and last value, along a cosine; matrices only"""
     ema: tuple[Momentum, Momentum] = (0.996, 1.0)
     """momentum of the target encoder: first and last value, linear in between"""
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """betas of AdamW"""
     clip_grad: float | None = Field(default=None, gt=0)
     """largest norm of the whole gradient; null: no clipping"""
-    penalty_l1: float = Field(default=0.0, ge=0)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """an update whose loss or gradient is not finite ends the run, or is skipped"""
+    spike: float | None = Field(default=None, gt=1)
+    """skips updates whose loss or gradient is this many times its running mean; null: none"""
+    penalty_l1: float = Field(default=0.0, ge=0, le=1e6)
     """adds this times the sum of |A| to the loss; A is the matrix that projects the context"""
-    penalty_l2: float = Field(default=0.0, ge=0)
+    penalty_l2: float = Field(default=0.0, ge=0, le=1e6)
     """adds this times the sum of A^2 to the loss"""
-    freeze_epoch: int | None = Field(default=None, ge=1)
+    freeze_epoch: int | None = Field(default=None, ge=1, le=10**6)
     """epoch from which learning rate and weight decay stay constant (released ViT-H)"""
 
 
@@ -126,27 +133,31 @@ class RuntimeConfig(Section):
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: int = Field(default=1, ge=1, le=10**6)
     """parts a batch is split into, over all GPUs: 8 means 8 on one GPU, 1 on each of 8"""
+    on_oom: Literal["stop", "halve"] = "stop"
+    """out of memory while training ends the run, or halves the parts of a batch and continues"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """on several GPUs; ddp: each holds the whole model; fsdp: each holds a shard of it"""
+    checkpoints: Literal["whole", "sharded"] = "whole"
+    """of fsdp; whole: rank 0 writes the model; sharded: each rank its part; both load anywhere"""
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the activation memory, a third more time"""
-    workers: int | None = Field(default=None, ge=0)
+    workers: int | None = Field(default=None, ge=0, le=256)
     """processes that read images; null: by the cores per GPU, at most 16, none for scenes"""
-    worker_timeout: int = Field(default=300, ge=0)
+    worker_timeout: int = Field(default=300, ge=0, le=10**6)
     """seconds after which a process that reads one image counts as hanging; 0: never"""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of torch; null: torch's choice, and on resume that of the first start"""
-    log_every: int = Field(default=10, ge=1)
+    log_every: int = Field(default=10, ge=1, le=10**9)
     """updates between two lines of metrics.jsonl"""
-    health_every: int | None = Field(default=None, ge=0)
+    health_every: int | None = Field(default=None, ge=0, le=10**9)
     """updates between two health measurements; null: 1.5 % of the time; 0: never"""
     mirror: Literal["none", "tensorboard", "wandb"] = "none"
     """writes the metrics to RUN/tensorboard or RUN/wandb (offline) as well"""
-    save_every: int | None = Field(default=None, ge=1)
+    save_every: int | None = Field(default=None, ge=1, le=10**9)
     """updates between two checkpoints; null: ten minutes; besides, one at the end"""
-    keep: int = Field(default=2, ge=2)
+    keep: int = Field(default=2, ge=2, le=10**9)
     """newest checkpoints to keep, at least 2: a crash could damage the newest"""
 
 
@@ -155,7 +166,7 @@ class Config(Section):
 
     arch: str = "vit_b16"
     """vit_<size><patch>: size micro, ti, s, b, l, h or g, any patch size"""
-    image_size: int = Field(default=224, ge=1)
+    image_size: int = Field(default=224, ge=1, le=16384)
     """edge of the square crops in pixels, a multiple of the patch size"""
     class_token: bool = False
     """prepends a class token; needed to continue from MAE, DINO or iBOT"""
@@ -165,7 +176,7 @@ class Config(Section):
     """normalises the pixels of each patch by their mean and deviation; for target: pixels"""
     init: str | None = None
     """file or run whose encoder the run starts from, instead of random weights"""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
     """seed of weights, order, crops, masks and noise"""
     compat: Compat | None = None
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""
@@ -189,6 +200,9 @@ class Config(Section):
             what = f"patch {patch} of {self.arch} does not divide {pixels}"
             near = max(patch, round(pixels / patch) * patch)
             raise ValueError(f"image_size: {what}; {near} works")
+        if pixels > MOST_PATCHES * patch:
+            what = f"{pixels // patch} patches of {patch} pixels along an edge"
+            raise ValueError(f"image_size: {what}; at most {MOST_PATCHES} work")
         if width % (heads := self.predictor.heads or size.heads):
             what = f"{width} is not divisible by {heads} heads"
             raise ValueError(f"predictor.width: {what}; set predictor.heads")

@@ -20,12 +20,13 @@ def count_or_share(value: object) -> object:
 
 
 Compat = Literal["released"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 FractionRange = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
 Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
 Momentum = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of 1, AdamW would divide by 0
+Decay = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Section(BaseModel):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from stopmim.base.errors import UserError, did_you_mean
 from stopmim.base.files import read_regular
 
 Model = TypeVar("Model", bound=BaseModel)
+DIGITS = sys.get_int_max_str_digits()
 
 MOST_TEXT = 200_000  # characters, which take two seconds to parse
 MOST_MISTAKES = 1000
@@ -30,7 +32,9 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{where}: {what}") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply") from None
-    except Exception as error:  # a number of 5,000 digits, a date that is none: of many types
+    except ValueError:  # Python converts no more digits than that
+        raise UserError(f"{source}: a number of more than {DIGITS:,} digits") from None
+    except Exception as error:  # a date that is none, and more: of many types
         raise UserError(f"{source}: {str(error)[:200]}") from None
 
 
@@ -60,7 +64,11 @@ def validate(model: type[Model], tree: object, source: str) -> Model:
     """A `model` from plain values, or a UserError with one line per mistake."""
     try:
         # Through JSON, because strict mode takes a list for a tuple only from there.
-        return model.model_validate_json(json.dumps(tree, default=repr))
+        text = json.dumps(tree, default=repr)
+    except ValueError:
+        raise UserError(f"{source}: a number of more than {DIGITS:,} digits") from None
+    try:
+        return model.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[:MOST_MISTAKES]
         raise UserError(*(f"{source}: {_explain(model, mistake)}" for mistake in first)) from None

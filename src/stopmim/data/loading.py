@@ -26,7 +26,7 @@ from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import stats_of
 from stopmim.data.rasters.raster import Raster, bytes_of
 from stopmim.data.rasters.windows import LARGE, read_view, read_whole
-from stopmim.data.workers import Watched, batches, cores_per_rank, shared
+from stopmim.data.workers import Watched, batches, cores_per_rank
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
 
@@ -105,7 +105,7 @@ class Crops:
             # Stacked in their memory order, which is H, W, C.
             whole = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
         augmentation = torch.from_numpy(np.stack([sample.augmentation for sample in samples]))
-        return Loaded(shared(whole), shared(augmentation), bad)
+        return Loaded(whole, augmentation, bad)
 
 
 def loader(

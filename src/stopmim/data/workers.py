@@ -1,42 +1,48 @@
-"""Worker processes that read images, and error messages that name the image when one dies.
+"""Worker processes that read images: replaced when they die or hang, and never waited for blindly.
 
-Every worker has its own pipe, whose other end closes however the worker dies; torch's DataLoader
-shares one queue, where a kill at the wrong moment blocks all workers. A worker records in shared
-memory which image it reads, so that a message can name it, and sets an alarm that kills it if the
-image takes too long.
+Samples are keyed, so a worker that is lost costs nothing but time: another one redoes its lists.
+What costs TRIES workers in a row ends the run, in one line that names the image; a worker records
+in shared memory which one it reads. The parent waits with a limit and meanwhile acts on signals.
 """
 
 import atexit
 import contextlib
-import errno
-import itertools
+import ctypes
+import mmap
+import multiprocessing
 import os
+import queue
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
-from torch import Tensor
 
+from stopmim.base.console import warn
 from stopmim.base.errors import ResourceError, UserError
+from stopmim.base.signals import end_wait_if_told
+from stopmim.data import messages
 from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
 
 MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/scale.md
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
-LONG = 8192  # keys; two longer lists and an answer could fill a pipe from both ends
-ORPHAN_SECONDS = 5.0  # between checks that the parent is alive
+TRIES = 2  # workers that may be lost over one list of keys
+TICK = 0.25  # seconds between two looks at signals and at the progress of a worker
+ORPHAN_SECONDS = 5.0  # between checks that the parent is alive, where it cannot be told
+LEAVE = 2.0  # seconds for a killed worker to be gone; one in an endless system call never is
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
-# The default since Python 3.14 is a server process, which would receive a copy of all images and
-# run the caller's script again for every worker.
-_processes: Any = mp.get_context("fork" if sys.platform == "linux" else None)
-
-_number: int | None = None  # of this worker; None in the training process
+# Not the default of Python 3.14, a server process: it would receive a copy of all images and run
+# the caller's script again for every worker.
+_processes: Any = multiprocessing.get_context("fork")
 
 
 class Failure(NamedTuple):
@@ -73,8 +79,8 @@ def default_workers(images: Images) -> int:
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
-    A worker may take `timeout` seconds for one image; 0 for no limit. Messages tell how to set the
-    number of workers: by `option` and a number.
+    One image may take `timeout` seconds; 0 for no limit. Messages tell how to set the number of
+    workers: by `option` and a number.
     """
 
     def __init__(
@@ -86,7 +92,11 @@ class Watched:
     ) -> None:
         self.images, self.timeout, self.option = images, timeout, option
         self.workers = default_workers(images) if workers is None else workers
-        self.reading = torch.full((self.workers,), -1).share_memory_()  # image of each worker
+        self.number: int | None = None  # of the worker that this is, or 0 in a thread
+        n = max(1, self.workers)
+        # Of each worker: the image it reads, or -1, and how many it has begun to read.
+        self.record = np.frombuffer(mmap.mmap(-1, 16 * n), np.int64).reshape(2, n)
+        self.record[0] = -1
 
     def read(self, i: int) -> np.ndarray:
         with self.reading_image(i):
@@ -94,28 +104,50 @@ class Watched:
 
     @contextlib.contextmanager
     def reading_image(self, i: int) -> Iterator[None]:
-        """While image `i` is read: in a worker, records it and limits the time."""
-        if _number is None:
+        """While image `i` is read: records it, where somebody waits for it."""
+        if self.number is None:
             yield
             return
-        self.reading[_number] = i
-        # Nothing handles this alarm: it kills the process even while a C library hangs.
-        signal.setitimer(signal.ITIMER_REAL, self.timeout)
+        image, begun = self.record[:, self.number : self.number + 1]
+        image[0] = i
+        begun += 1
         try:
             yield
-            self.reading[_number] = -1
         except BadImageError:
-            self.reading[_number] = -1
+            image[0] = -1
             raise
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        image[0] = -1
 
     def name(self, i: int) -> str:
         return self.images.name(i)
 
     def at(self, worker: int) -> int | None:
         """The image that a worker is reading, or was reading when it died or failed."""
-        return int(self.reading[worker]) if self.reading[worker] >= 0 else None
+        return int(self.record[0, worker]) if self.record[0, worker] >= 0 else None
+
+    def is_ready(self, poll: Callable[[float], bool], worker: int) -> bool:
+        """Waits until `poll` finds the answer of a worker; False if that hangs."""
+        waited, begun = 0.0, -1
+        while not poll(TICK):
+            end_wait_if_told()
+            # Time that passes while this process is stopped too (Ctrl-Z) is not counted.
+            waited = waited + TICK if self.record[1, worker] == begun else 0.0
+            begun = int(self.record[1, worker])
+            if self.timeout and waited >= self.timeout:
+                return False
+        return True
+
+    def too_slow(self, worker: int) -> ResourceError:
+        image = self.at(worker)
+        if image is None:
+            return ResourceError(
+                f"a worker process does nothing for {self.timeout:g} s; try {self.option}0, or "
+                f"allow more with --runtime.worker_timeout"
+            )
+        return ResourceError(
+            f"{self.images.name(image)}: not read within {self.timeout:g} s; fix or remove it, or "
+            f"allow more with --runtime.worker_timeout"
+        )
 
 
 def batches(
@@ -129,19 +161,18 @@ def batches(
     `numbers` are the images that a list of keys needs: remote ones are fetched first.
 
     Raises:
-        ResourceError: a worker died, hung or raised; the message names the image it was reading.
+        ResourceError: a worker raised, or died or hung repeatedly; names the image it was reading.
     """
     lists = in_reach(watched.images, keys, numbers, AHEAD * watched.workers)
     if not watched.workers:
-        yield from map(make, lists)
+        # What is computed cannot hang, and a second thread would only share its cores.
+        limited = watched.timeout and not getattr(watched.images, "in_process", False)
+        yield from _in_thread(make, lists, watched) if limited else map(make, lists)
         return
     pool = [_Worker(i, make, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
     try:
         for worker, first in zip(pool * AHEAD, lists, strict=False):
-            if worker in due and len(first) > LONG:
-                lists = itertools.chain([first], lists)
-                break
             worker.send(first)
             due.append(worker)
         while due:
@@ -156,56 +187,117 @@ def batches(
             worker.end()
 
 
+def _in_thread(
+    make: Callable[[list[Any]], Any], keys: Iterable[list[Any]], watched: Watched
+) -> Iterator[Any]:
+    """As `map`, in a thread that this one can leave behind if an image takes too long.
+
+    Python cannot interrupt a call into C. A thread that waits for a file or decodes it gives up
+    the interpreter's lock, so that this one goes on; a decoder that keeps the lock blocks both.
+    """
+    lists, answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    watched.number = 0
+    answer: list[Any] = []
+
+    def work() -> None:
+        while (part := lists.get()) is not None:
+            try:
+                answers.put((make(part), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+    def poll(seconds: float) -> bool:
+        with contextlib.suppress(queue.Empty):
+            answer[:] = answers.get(timeout=seconds)
+            return True
+        return False
+
+    thread = Thread(target=work, daemon=True)  # a process does not wait for it at its end
+    thread.start()
+    try:
+        for part in keys:
+            lists.put(part)
+            if not watched.is_ready(poll, 0):
+                raise watched.too_slow(0)
+            batch, error = answer
+            answer.clear()
+            if error is not None:
+                raise error
+            yield batch
+    finally:
+        lists.put(None)
+        thread.join(LEAVE if watched.at(0) is None else 0)
+        watched.number = None
+
+
 class _Worker:
+    """A process and the lists of keys that it has not answered, for its successor to redo."""
+
     def __init__(self, number: int, make: Callable[[list[Any]], Any], watched: Watched) -> None:
-        self.number, self.watched = number, watched
-        self.pipe, theirs = mp.Pipe()
-        arguments = (number, theirs, make, watched)
+        self.number, self.make, self.watched = number, make, watched
+        self.unanswered: deque[list[Any]] = deque()
+        self.lost = 0  # processes, over the list that is due
+        self._start()
+
+    def _start(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.watched.record[0, self.number] = -1
+        arguments = (self.number, theirs, self.make, self.watched)
         self.process = _processes.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         atexit.register(self.process.kill)  # workers ignore the SIGTERM of multiprocessing
         theirs.close()  # now only the worker holds it: it closes when the worker dies
 
     def send(self, keys: list[Any]) -> None:
-        try:
-            self.pipe.send(keys)
-        except OSError:
-            raise self._error() from None
+        self.unanswered.append(keys)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` notices
+            messages.send(self.socket, keys)
 
     def receive(self) -> Any:
-        try:
-            answer = self.pipe.recv()
-        except (EOFError, OSError):
-            raise self._error() from None
+        while True:
+            try:
+                if self.watched.is_ready(self._poll, self.number):
+                    answer = messages.receive(self.socket)
+                    break
+                self._replace(hangs=True)
+            except (EOFError, ConnectionResetError):
+                self._replace()
         if isinstance(answer, Failure):
             raise answer.error or self._error(answer)
+        self.lost = 0
+        self.unanswered.popleft()
         return answer
 
+    def _poll(self, seconds: float) -> bool:
+        return bool(wait([self.socket], seconds))
+
     def end(self) -> None:
-        self.pipe.close()
+        self.socket.close()
         self.process.kill()  # it holds no state, and may be stuck in a bad file
-        self.process.join()
+        self.process.join(LEAVE)
         atexit.unregister(self.process.kill)
+
+    def _replace(self, *, hangs: bool = False) -> None:
+        """Starts another process on the same lists; raises if that was done before."""
+        if not hangs:
+            self.process.join(LEAVE)
+        error = self.watched.too_slow(self.number) if hangs else self._error()
+        self.end()
+        self.lost += 1
+        if self.lost == TRIES:
+            raise error
+        warn(f"{str(error).split('; ')[0]}; another process tries again")
+        self._start()
+        for keys in self.unanswered:
+            messages.send(self.socket, keys)
 
     def _error(self, failure: Failure | None = None) -> ResourceError:
         """The reason of a failure; None: of the death of the process."""
         watched = self.watched
-        if failure is None:
-            self.process.join(1.0)
         code = 0 if failure else self.process.exitcode or 0
         image = failure.image if failure else watched.at(self.number)
         reading = "" if image is None else f" while reading {watched.images.name(image)}"
         fewer = f"{watched.option}{watched.workers // 2}"
-        if code == -signal.SIGALRM and image is not None:
-            return ResourceError(
-                f"{watched.images.name(image)}: not read within {watched.timeout:g} s; fix or "
-                f"remove it, or allow more with --runtime.worker_timeout"
-            )
-        if code == -signal.SIGBUS or (failure and "no shared memory" in failure.reason):
-            return ResourceError(
-                f"/dev/shm has no room for the batches of {watched.workers} workers; try {fewer}, "
-                f"or make it larger (docker run --shm-size=8g)"
-            )
         if failure and failure.reason.startswith("MemoryError"):
             return ResourceError(f"out of memory in a worker process{reading}; try {fewer}")
         if failure:
@@ -220,33 +312,25 @@ class _Worker:
         )
 
 
-def shared(tensor: Tensor) -> Tensor:
-    """In a worker, moves `tensor` to shared memory; `send` would, but not report a failure."""
-    if _number is None:
-        return tensor
-    try:
-        return tensor.share_memory_()
-    except RuntimeError as error:
-        raise OSError(errno.ENOSPC, f"no shared memory: {error}") from None
-
-
-def _work(number: int, pipe: Any, make: Callable[[list[Any]], Any], watched: Watched) -> None:
-    """Main loop of a worker: keys in, batches out, until the pipe closes."""
-    global _number
-    _number, parent = number, os.getppid()
+def _work(
+    number: int, pipe: socket.socket, make: Callable[[list[Any]], Any], watched: Watched
+) -> None:
+    """Main loop of a worker: keys in, batches out, until the socket closes."""
+    parent, watched.number = os.getppid(), number
     # Ctrl-C reaches every process of a terminal: workers continue until the run has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # libtiff complains on stderr about every damaged file; our errors go through the pipe.
+    if sys.platform == "linux":  # even one that is stuck in a bad file
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
+    # libtiff complains on stderr about every damaged file; our errors go through the socket.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     while True:
-        while not pipe.poll(ORPHAN_SECONDS):
+        while not wait([pipe], ORPHAN_SECONDS):
             if os.getppid() != parent:
                 return
         try:
-            keys = pipe.recv()
+            keys = messages.receive(pipe)
         except EOFError:
             return
         try:
@@ -256,4 +340,7 @@ def _work(number: int, pipe: Any, make: Callable[[list[Any]], Any], watched: Wat
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, watched.at(number))
-        pipe.send(answer)
+        try:
+            messages.send(pipe, answer)
+        except OSError as error:  # there is no memory for the batch, or nobody to send it to
+            messages.send(pipe, Failure(f"MemoryError: {error}", None))

@@ -11,20 +11,20 @@ import hashlib
 import json
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.memory import is_out_of_memory
 from stopmim.base.sandbox import BYTES, read_tree
 from stopmim.config.schema import Config
 from stopmim.data.pixels import stats_of
@@ -32,12 +32,13 @@ from stopmim.data.transform import seeing
 from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs import shards
 from stopmim.runs.identity import About, foreign, read_about
 
 State = dict[str, Tensor]
 Found = TypeVar("Found")
 
-FORMAT = 1
+FORMAT = 2  # 1 without pieces of other ranks, see shards.py
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that weights may have
 TEMPORARY = ".tmp-"  # folders that begin like this are being written or removed
 
@@ -182,9 +183,11 @@ def lines_logged(run: Path, step: int) -> int:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Loads the checkpoint at `path` into `model` and `optimizer`; every key must match."""
     try:
-        weights = load_file(path / "model.safetensors")
-        slots = load_file(path / "optimizer.safetensors") if optimizer else {}
+        weights = shards.read(path, "model")
+        slots = shards.read(path, "optimizer") if optimizer else {}
     except (OSError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):  # nothing is wrong with the file
+            raise
         raise CheckpointError(f"{path}: unreadable: {error}") from None
     want = model.state_dict()
     check_fit(weights, want, str(path))
@@ -221,7 +224,7 @@ def _load_model(path: Path) -> MaskedImageModel:
         raise CheckpointError(f"{problem}; expected a run directory or one of its checkpoints")
     try:
         config = Config.model_validate_json(json.dumps(state(path)["config"]))
-        weights = read_tree(path / "model.safetensors")
+        weights = shards.read(path, "model", read_tree)
         if (blocks := config.predictor.depth or 0) > len(weights):  # before they are built
             raise ValueError(f"{blocks} blocks, but only {len(weights)} tensors")
         with torch.device("meta"):
@@ -235,7 +238,7 @@ def _load_model(path: Path) -> MaskedImageModel:
     return model.eval()
 
 
-def fill(module: nn.Module, weights: State, source: str) -> None:
+def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     for key, value in weights.items():
@@ -247,12 +250,12 @@ def fill(module: nn.Module, weights: State, source: str) -> None:
     module.load_state_dict(own, assign=True)
 
 
-def not_finite(weights: State) -> str | None:
+def not_finite(weights: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a value that is not finite, or None."""
     return next((key for key, value in weights.items() if not value.isfinite().all()), None)
 
 
-def check_fit(weights: State, want: State, source: str) -> None:
+def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
     """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
     have, need = ({key: tuple(x.shape) for key, x in some.items()} for some in (weights, want))
     problems = [f"missing {key} {need[key]}" for key in need.keys() - have.keys()]

@@ -23,7 +23,7 @@ from stopmim.base.files import (
     parse_jsonl,
     write_whole,
 )
-from stopmim.runs import checkpoint
+from stopmim.runs import checkpoint, shards
 from stopmim.runs.identity import (
     About,
     broken_seal,
@@ -77,7 +77,8 @@ class Repair:
         """What killed processes were writing."""
         folder = self.path / "checkpoints"
         old = [path for path in self.path.glob(".*.tmp*") if not path.is_dir()]  # old versions
-        halves = [*folder.glob(f"{checkpoint.TEMPORARY}*"), *leftovers(self.path), *old]
+        folders = [*folder.glob(f"{checkpoint.TEMPORARY}*"), *folder.glob(shards.STAGING)]
+        halves = [*folders, *leftovers(self.path), *old]
         for path in halves:
             if not self.dry_run:
                 if path.is_dir() and not path.is_symlink():

@@ -20,7 +20,7 @@ from uuid import uuid4
 import safetensors
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from stopmim._version import __version__
 from stopmim.base.console import warn
@@ -30,6 +30,7 @@ from stopmim.base.files import sync, write_whole
 from stopmim.config.schema import Config
 from stopmim.gpu.copies import cloned, has_room, on_host
 from stopmim.gpu.sharding import is_sharded
+from stopmim.runs import shards
 from stopmim.runs.checkpoint import (
     FORMAT,
     TEMPORARY,
@@ -44,6 +45,7 @@ from stopmim.runs.checkpoint import (
 from stopmim.runs.identity import About, binding, read_about
 from stopmim.runs.lock import Place, place_of
 from stopmim.runs.logs import Lines
+from stopmim.runs.shards import Staged
 
 SECONDS = 600.0  # between two checkpoints, unless `runtime.save_every` says how many updates
 SAVES_TO_FAIL = 3  # failed saves in a row, for example on a full disk, that end a run
@@ -64,6 +66,7 @@ class Saver:
     scaler: torch.amp.GradScaler | None
     config: Config
     writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
+    guard: Tensor | None = None  # of updates that are skipped
     failed: int = 0  # saves in a row
     log: Lines | None = None  # metrics.jsonl: a checkpoint knows how many lines it had
 
@@ -73,6 +76,7 @@ class Saver:
     error: BaseException | None = field(init=False, default=None)  # and why it could not
     began: float = field(init=False, default_factory=time.monotonic)  # the last save, or training
     roomy: bool = field(init=False, default=False)  # a copy has fitted into memory
+    staged: Staged | None = field(init=False, default=None)  # pieces that other ranks have written
 
     def __post_init__(self) -> None:
         try:
@@ -96,7 +100,11 @@ class Saver:
         self.step, self.began = step, time.monotonic()
         states = live(self.model, self.optimizer)
         if sharded := any(map(is_sharded, states[0].values())):
-            states = gathered(self.model, self.optimizer, keep=self.writes)
+            if self.config.runtime.checkpoints == "sharded":
+                states = shards.local(states)
+                self.staged = shards.stage(self.run, states, not_finite(states[0]))
+            else:
+                states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
             return
         place = place_of(self.run)
@@ -107,6 +115,7 @@ class Saver:
         about = {"step": step, "config": self.config.model_dump(mode="json"), "scaler": scaler}
         about |= {"run": binding(self.about)}
         about |= {"logged": self.log.logged} if self.log else {}
+        about |= {} if self.guard is None else {"guard": self.guard.tolist()}
         os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -210,6 +219,11 @@ class Saver:
         temporary.mkdir()
         try:
             faultpoint("save.begin")
+            if self.staged:
+                if self.staged.bad:
+                    raise _not_finite(run, step, self.staged.bad)
+                self.staged.move_to(temporary)
+                faultpoint("save.staged")
             for name, state in zip(("model", "optimizer"), states, strict=True):
                 tensors = on_host(state, ready)
                 if name == "model" and (bad := not_finite(tensors)):
@@ -223,7 +237,8 @@ class Saver:
                 for path in sorted(temporary.iterdir())
             }
             faultpoint("save.hashed")
-            manifest = {"format": FORMAT, "stopmim": __version__, "step": step, "files": sums}
+            number = FORMAT if self.staged else 1
+            manifest = {"format": number, "stopmim": __version__, "step": step, "files": sums}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in temporary.iterdir():
                 path.chmod(mode)  # safetensors creates files with mode 0600

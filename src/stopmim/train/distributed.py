@@ -56,6 +56,12 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def answer(self) -> None:
+        """Tells the others that this rank is there, if they ask since another one is not."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
+                self.store.set(f"here/{self.rank}", "")
+
     def mean_(self, values: Tensor) -> Tensor:
         """Averages `values` over the ranks, in place."""
         if self.store is not None:

@@ -7,7 +7,6 @@ run that was killed and resumed equals one that was not.
 import contextlib
 import math
 import signal
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from stopmim.base.console import Ticker, busy, say, warn
 from stopmim.base.errors import (
     CheckpointError,
     InterruptedRunError,
-    NonFiniteError,
     ResourceError,
     StorageError,
     UserError,
@@ -29,11 +27,10 @@ from stopmim.base.files import write_whole
 from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import signals
-from stopmim.config.schema import Config, flatten
+from stopmim.config.schema import Config, flatten, override
 from stopmim.data.images import Images
 from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
-from stopmim.data.protocols import RemoteError
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import keep_outside, open_images, source_of
 from stopmim.gpu.cuda_graphs import CudaGraphs
@@ -41,8 +38,7 @@ from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every, norms
 from stopmim.method.build import build
-from stopmim.method.model import MaskedImageModel
-from stopmim.runs import checkpoint
+from stopmim.runs import checkpoint, shards
 from stopmim.runs.lock import claimed
 from stopmim.runs.logs import BadFiles, Metrics
 from stopmim.runs.run import Run, begin, git_state, set_threads
@@ -54,9 +50,18 @@ from stopmim.train.draws import Draws
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
 from stopmim.train.plan import first_config
-from stopmim.train.progress import Progress, announce
-from stopmim.train.rates import Rates, rates
+from stopmim.train.progress import Clock, Progress, announce, logged, peak_memory
+from stopmim.train.rates import rates
 from stopmim.train.step import Step, build_step
+from stopmim.train.trouble import (
+    can_halve,
+    more_parts,
+    not_finite,
+    out_of_memory,
+    record_parts,
+    saved_if_lost,
+    with_parts_of,
+)
 from stopmim.weights.load import apply_init
 
 SLOW = 0.5  # seconds per update; above this, ranks poll for signals at every step
@@ -94,6 +99,7 @@ def pretrain(
                 images = without_skipped(images, config.data.skip)
                 changes = settle_channels(config, overrides, images, path, world)
                 config = advice.settle(preset, changes, images, device, path, world.size)
+                config = with_parts_of(path, config)  # if they did not fit into memory before
                 if world.first:
                     announce(path, images, config, preset, world)
                 train(images, source, path, config, stop_at, world)
@@ -105,7 +111,7 @@ def pretrain(
             except Exception as error:
                 if is_out_of_memory(error):
                     built = (path / "run.json").exists()
-                    raise _out_of_memory(config, world.size, error, built) from None
+                    raise out_of_memory(config, world, error, path if built else None) from None
                 if not is_broken(error):
                     with contextlib.suppress(StorageError):
                         crash = path / f"crash-rank{world.rank}.txt"
@@ -125,32 +131,35 @@ def train(
         return
     if stop_at is not None and step >= stop_at:
         return
-    batches = loader(images, config, step, device=device, rank=world.rank, world=world.size)
-    update = run.update
-    beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
     bad_files = BadFiles(path, len(images), config.data.max_bad)
-    draws = Draws(run.model, config, batches, run.parts, bad_files, amp=run.amp, beside=beside)
+    draws = run.draws(bad_files)
     run.model.train()
     with (
         mirror(runtime.mirror if world.first else "none", path, step) as show,
         signals() as received,
         Ticker("pretrain", total, step) as ticker,
+        saved_if_lost(run, received),
         contextlib.closing(run.saver),
     ):
         progress = Progress(ticker, config, run.per_epoch)
-        clock, slow = _Clock(step), False
+        clock, slow = Clock(step), False
         received.nothing_to_save = True
         while step < total:
             ### One update
+            run.step, run.function.settled = step, True  # what is lost from here on can be saved
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
+            values = None
             try:
-                values = update(draws.at(step), now)  # tensors on the device: nothing waits yet
-            except RemoteError:
-                # Alone: all ranks take part in a save, and only this one knows.
-                if world.size == 1 and step > max(run.step, run.saver.step):
-                    run.saver.save(step, final=True)
-                raise
+                values = run.update(draws.at(step), now)  # on the device: nothing waits yet
+            except Exception as error:
+                if not can_halve(run, error):
+                    raise
+            if values is None:  # outside, since the error holds on to memory
+                run.halve()
+                draws = run.draws(bad_files)
+                continue
+            run.function.settled = False  # until this update is logged
             step += 1
             received.nothing_to_save = False
             faultpoint("step.end")
@@ -174,16 +183,21 @@ def train(
                 save |= number > 0 or due[0]  # by the clock of rank 0
             run.saver.finish(wait=False)  # reports one that has failed
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
-            if (log or save or device.type == "cpu") and bool(run.broken):
-                raise _not_finite(path, step + 1 - int(run.broken))
+            if (log or save or device.type == "cpu") and bool(run.function.broken):
+                raise not_finite(path, step + 1 - int(run.function.broken), run.function.guard)
             if log:
                 line: dict[str, Any] = {"step": step, "epoch": step / run.per_epoch}
-                line |= _logged(run.model, now)
+                line |= logged(run.model, now)
                 # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
                 seen = {name: float(value) for name, value in values.items()}
                 line |= {name: value for name, value in seen.items() if math.isfinite(value)}
+                if (skipped := int(seen.get("skipped", 0))) > run.skipped:
+                    run.skipped = skipped
+                    warn(f"{path}: {skipped} updates skipped up to step {step}")
+                if run.config is not config:  # parts were halved
+                    line |= {"accumulate": run.config.runtime.accumulate}
                 line |= norms(run.model) | clock.read(step, config.optim.batch_size)
-                line |= _peak_memory(device)
+                line |= peak_memory(device)
                 line |= run.health.measure(run.model) if run.health and examine else {}
                 line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
                 if run.metrics:  # on rank 0; `show` mirrors the lines elsewhere
@@ -226,7 +240,8 @@ class _Training:
         self, images: Images, source: str, path: Path, config: Config, world: World
     ) -> None:
         """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
-        runtime, batch_size = config.runtime, config.optim.batch_size
+        runtime = config.runtime
+        self.path, self.config, self.images, self.world = path, config, images, world
         _agree(config, images, world)
         self.device = device = choose_device(runtime.device, world.local_rank)
         self.amp = choose_precision(runtime.precision, device)
@@ -248,23 +263,53 @@ class _Training:
         wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
         optimizer = adamw(model, config.optim)
         # This rank's images as slices of the global batch, one slice per gradient accumulation.
-        self.parts = shares(batch_size, runtime.accumulate, world.rank, world.size)
+        self.parts = self._parts()
         self.update = build_step(
             model, optimizer, config, device, n_parts=len(self.parts), world=world, wrapped=wrapped
         )
         # The step itself, where the update replays recordings of it.
         step = self.update.function if isinstance(self.update, CudaGraphs) else self.update
         assert isinstance(step, Step)
-        self.broken, scaler = step.broken, step.scaler
-        self.step = _resume(path, model, optimizer, scaler, runtime.keep, world)  # updates done
+        self.function = step
+        self.step = _resume(path, step, runtime.keep, world)  # updates done
         if 0 < self.step < self.total:
             say(f"{path}: resumes at step {self.step}")
         logged = checkpoint.lines_logged(path, self.step)
         self.metrics = Metrics(path, self.step, logged) if world.first else None
+        guard = step.guard.state if step.guard else None
         self.saver = Saver(
-            path, model, optimizer, scaler, config, writes=world.first, log=self.metrics
+            *(path, model, optimizer, step.scaler, config, world.first, guard), log=self.metrics
         )
+        self.saver.step = self.step
         self.watch = Watch(Run(path).metrics)
+        self.skipped = 0  # updates, as far as was told
+
+    def draws(self, bad_files: BadFiles) -> Draws:
+        """Images, masks and noise from the next update on."""
+        model, config, device = self.model, self.config, self.device
+        rank, size = self.world.rank, self.world.size
+        batches = loader(self.images, config, self.step, device=device, rank=rank, world=size)
+        update = self.update
+        beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
+        return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
+
+    def halve(self) -> None:
+        """Goes on with parts of half the size: the same samples, masks and noise."""
+        parts = more_parts(self.config, self.world.size)
+        self.config = override(self.config, {"runtime.accumulate": parts})
+        self.parts = self._parts()
+        self.function.n_parts = len(self.parts)
+        self.update = self.function  # a recording would be of the larger parts
+        self.function.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        record_parts(self.path, parts)
+        size = self.config.optim.batch_size // parts
+        warn(f"out of memory at step {self.step + 1}; continuing with {size} images at a time")
+
+    def _parts(self) -> list[slice]:
+        runtime, world = self.config.runtime, self.world
+        return shares(self.config.optim.batch_size, runtime.accumulate, world.rank, world.size)
 
 
 def _agree(config: Config, images: Images, world: World) -> None:
@@ -277,14 +322,7 @@ def _agree(config: Config, images: Images, world: World) -> None:
     agree(world, flat | code | {"data": images.fingerprint})
 
 
-def _resume(
-    path: Path,
-    model: MaskedImageModel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    keep: int,
-    world: World,
-) -> int:
+def _resume(path: Path, update: Step, keep: int, world: World) -> int:
     """Loads the newest checkpoint that verifies and returns its step; 0 if there is none."""
     newest, damaged = world.gather(checkpoint.latest(path) if world.first else None)[0]
     for problem in damaged:
@@ -296,62 +334,14 @@ def _resume(
                 f"remove them to start from scratch, or choose another --out"
             )
         return 0
-    about = checkpoint.state(newest)  # step, config, loss scaler
-    checkpoint.load(newest, model, optimizer)
+    about = checkpoint.state(newest)  # step, config, loss scaler, guard
+    checkpoint.load(newest, update.model, update.optimizer)
     if world.first:  # a kill may have come between a save and its clearing up
         checkpoint.sweep(path)
+        shards.sweep(path)
         checkpoint.prune(newest, keep)
-    if scaler and about["scaler"]:
-        scaler.load_state_dict(about["scaler"])
+    if update.scaler and about["scaler"]:
+        update.scaler.load_state_dict(about["scaler"])
+    if update.guard and about.get("guard"):
+        update.guard.state.copy_(torch.tensor(about["guard"], dtype=torch.float64))
     return about["step"]
-
-
-# ------------------------------------------------------------------------------ logging and ending
-
-
-def _not_finite(path: Path, step: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"{path}: the loss or its gradient is not finite at step {step}, no update was made from "
-        f"it; lower --optim.lr, set --optim.clip_grad 1, or use --runtime.precision fp32"
-    )
-
-
-def _out_of_memory(config: Config, ranks: int, error: Exception, built: bool) -> ResourceError:
-    """Names what to try next; `built`: the model itself has found room."""
-    size = config.optim.batch_size
-    parts = ranks * len(shares(size, config.runtime.accumulate, world=ranks))
-    more = [n for n in range(2 * parts, size + 1) if size % n == 0 and n % ranks == 0]
-    remedies = [f"--runtime.accumulate {n}" for n in more[:1]]
-    remedies += ["--runtime.recompute on"] if config.runtime.recompute == "off" else []
-    remedy = [*remedies, "a smaller --arch"][0 if built else -1]
-    where = f"with {size // parts} images at a time" if built else f"building {config.arch}"
-    return ResourceError(f"out of memory {where}: {shortage(error)}; try {remedy}")
-
-
-class _Clock:
-    """Images per second since it was last read; `seconds` per update, of the last reading."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.time, self.seconds = step, time.monotonic(), 0.0
-
-    def read(self, step: int, batch_size: int) -> dict[str, float]:
-        now = time.monotonic()
-        self.seconds = max(1e-9, now - self.time) / (step - self.step)
-        self.step, self.time = step, now
-        return {"images_per_s": batch_size / self.seconds}
-
-
-def _logged(model: MaskedImageModel, now: Rates[float]) -> dict[str, float]:
-    """Rates of an update; without a target encoder there is no momentum."""
-    line = now._asdict()
-    if not model.target.follows:
-        del line["momentum"]
-    return line
-
-
-def _peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of a GPU so far: allocated by tensors, and reserved by torch."""
-    if device.type != "cuda":
-        return {}
-    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return dict(zip(("memory_mib", "memory_held_mib"), (n / 2**20 for n in peaks), strict=True))

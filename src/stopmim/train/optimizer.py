@@ -30,13 +30,13 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def step_at(
-    optimizer: torch.optim.Optimizer, rates: Rates[float] | Rates[Tensor], broken: Tensor
+    optimizer: torch.optim.Optimizer, rates: Rates[float] | Rates[Tensor], skip: Tensor
 ) -> None:
     """One step of `optimizer` at `rates`: numbers, or tensors on the device for a CUDA graph.
 
     AdamW takes its weight decay as a number only, which a graph would freeze. So with tensors the
     decay is applied here, exactly as AdamW does it: before the step, to parameters that have a
-    gradient, and not while `broken`.
+    gradient, and not if AdamW is to `skip` it.
     """
     if isinstance(rates.lr, Tensor):
         decaying: list[Tensor] = []
@@ -44,7 +44,7 @@ def step_at(
         for group in optimizer.param_groups:
             group |= {"lr": lr, "weight_decay": 0.0, "capturable": True}
             decaying += [p for p in group["params"] if group["decays"] and p.grad is not None]
-        kept = 1.0 - rates.lr * rates.weight_decay * (broken == 0)
+        kept = 1.0 - rates.lr * rates.weight_decay * (skip == 0)
         torch._foreach_mul_(decaying, kept.float())
     else:
         set_rates(optimizer, rates)

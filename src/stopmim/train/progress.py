@@ -16,7 +16,9 @@ from stopmim.config.schema import Config
 from stopmim.data.images import Images
 from stopmim.data.loading import steps_per_epoch
 from stopmim.gpu.devices import choose_device
+from stopmim.method.model import MaskedImageModel
 from stopmim.train.distributed import World
+from stopmim.train.rates import Rates
 
 REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
 SURE = 5.0  # seconds of updates from which the end is foretold
@@ -96,3 +98,32 @@ def clock(seconds: float) -> str:
     now = datetime.datetime.now()
     then = now + datetime.timedelta(seconds=seconds)
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"
+
+
+class Clock:
+    """Images per second since it was last read; `seconds` per update, of the last reading."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.time, self.seconds = step, time.monotonic(), 0.0
+
+    def read(self, step: int, batch_size: int) -> dict[str, float]:
+        now = time.monotonic()
+        self.seconds = max(1e-9, now - self.time) / (step - self.step)
+        self.step, self.time = step, now
+        return {"images_per_s": batch_size / self.seconds}
+
+
+def logged(model: MaskedImageModel, now: Rates[float]) -> dict[str, float]:
+    """Rates of an update; without a target encoder there is no momentum."""
+    line = now._asdict()
+    if not model.target.follows:
+        del line["momentum"]
+    return line
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of a GPU so far: allocated by tensors, and reserved by torch."""
+    if device.type != "cuda":
+        return {}
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return dict(zip(("memory_mib", "memory_held_mib"), (n / 2**20 for n in peaks), strict=True))

@@ -18,6 +18,7 @@ from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.model import Batch, MaskedImageModel, Target
 from stopmim.method.predictor import Noise
 from stopmim.train.distributed import ALONE, World, average_gradients
+from stopmim.train.guard import Guard, build_guard
 from stopmim.train.optimizer import set_rates, step_at
 from stopmim.train.rates import Rates
 
@@ -51,12 +52,15 @@ class Step:
     # device, because reading it waits; while it is not 0, AdamW changes nothing.
     broken: Tensor = field(init=False)
     scaler: torch.amp.GradScaler | None = field(init=False, default=None)
+    guard: Guard | None = field(init=False, default=None)
+    settled: bool = field(init=False, default=True)  # no weight has changed since the loop set it
 
     def __post_init__(self) -> None:
         device = self.model.encoder.pos_embed.device
         self.broken = torch.zeros((), device=device)
         if self.amp == torch.float16:
             self.scaler = torch.amp.GradScaler(device.type)
+        self.guard = build_guard(self.optim, device)
 
     def __call__(
         self, parts: Iterable[Part], rates: Rates[float] | Rates[Tensor]
@@ -74,16 +78,20 @@ class Step:
             # A copy: a detached mean alone would keep the whole elementwise loss alive.
             sums.append(torch.stack([x.detach() for x in found]) / self.n_parts)
         means = self.world.mean_(torch.stack(sums).sum(dim=0) if len(sums) > 1 else sums[0])
+        self.settled = False
         if self.scaler:  # gradients must have their true size before they are clipped
             self.scaler.unscale_(self.optimizer)
         values = dict(zip(Loss._fields, means, strict=True)) | self._gradients(means[0])
+        skip: Tensor = self.optimizer.found_inf  # type: ignore[attr-defined]
         if self.scaler:
             assert not isinstance(rates.lr, Tensor)  # updates with a scaler are never recorded
             set_rates(self.optimizer, rates)
-            self.scaler.step(self.optimizer)
+            # The scaler replaces `found_inf` by its own; reading ours waits for the device.
+            if self.guard is None or not skip:
+                self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            step_at(self.optimizer, rates, self.broken)
+            step_at(self.optimizer, rates, skip)
         model.update_target(rates.momentum)  # after the encoder, as I-JEPA
         if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
             self.optimizer.zero_grad(set_to_none=True)
@@ -99,8 +107,13 @@ class Step:
         norm = whole(torch.nn.utils.get_total_norm(gradients))  # over all ranks, before clipping
         # A gradient that overflows under loss scaling is the scaler's to skip, not a failure.
         finite = loss.isfinite() & (True if self.scaler else norm.isfinite())
-        self.broken += (self.broken > 0) | ~finite
-        self.optimizer.found_inf = self.broken.clamp(max=1)  # type: ignore[attr-defined]  # 1: skip
+        failed, skip = ~finite, torch.zeros_like(finite)
+        if self.guard:
+            skip, failed = self.guard.judge(loss, norm, finite)
+            said["skipped"] = self.guard.skipped
+        self.broken += (self.broken > 0) | failed
+        skip = (self.broken > 0) | skip
+        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # 1: no update
         if optim.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, optim.clip_grad, norm)
         return {"grad_norm": norm} | said

@@ -1,0 +1,139 @@
+"""A checkpoint that ranks write in pieces is that of one rank, for any number of readers."""
+
+import functools
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import stopmim
+from ranks import together
+from stopmim import Run, pretrain
+from stopmim.base.errors import CheckpointError
+from stopmim.cli import main
+from stopmim.config.schema import Config
+from stopmim.runs import checkpoint, shards
+from tiny import NoiseImages, assert_same_run, tiny
+
+PARTS = {"parallel": "fsdp", "checkpoints": "sharded"}
+
+
+@pytest.fixture(autouse=True)
+def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stopmim.train.distributed.GRACE", 1.0)
+
+
+def job(out: Path, config: Config, stop_at: int | None, _: int) -> None:
+    pretrain(NoiseImages(), out, config, stop_at=stop_at)
+
+
+def on_two(out: Path, config: Config, stop_at: int | None = None) -> Run:
+    ended = together(2, out.with_name("logs"), functools.partial(job, out, config, stop_at))
+    assert [rank.code for rank in ended] == [0, 0], ended
+    return Run(out)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """Four updates on two ranks, saved whole and in pieces."""
+    root = tmp_path_factory.mktemp("runs")
+    whole = on_two(root / "whole", tiny(runtime={"parallel": "fsdp"}), 4)
+    return whole, on_two(root / "pieces", tiny(runtime=PARTS), 4)
+
+
+def test_pieces_are_the_whole(runs: tuple[Run, Run]) -> None:
+    whole, pieces = (run.checkpoint for run in runs)
+    names = {path.name for path in pieces.iterdir()} - {path.name for path in whole.iterdir()}
+    assert names == {"model.1.safetensors", "optimizer.1.safetensors"}
+    for name in shards.NAMES:
+        want, found = load_file(whole / f"{name}.safetensors"), dict(shards.read(pieces, name))
+        assert want.keys() == found.keys()
+        assert all(torch.equal(want[key], found[key]) for key in want)
+        first = load_file(pieces / f"{name}.safetensors")
+        assert any(first[key].numel() < want[key].numel() for key in want)  # it is in pieces
+
+
+def test_every_reader_takes_pieces(runs: tuple[Run, Run], tmp_path: Path) -> None:
+    whole, pieces = (str(run.path) for run in runs)
+    images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    a, b = (stopmim.load_encoder(path).features(images) for path in (whole, pieces))
+    assert torch.equal(a, b)
+    for run, out in ((whole, "a"), (pieces, "b")):
+        words = ["--to", "safetensors", "--out", str(tmp_path / out)]
+        assert main(["export", run, *words]) == 0
+        assert main(["inspect", run]) == 0
+    x, y = (load_file(tmp_path / out / "model.safetensors") for out in "ab")
+    assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_continue_with_pieces(runs: tuple[Run, Run], tmp_path: Path) -> None:
+    ends = []
+    for i, run in enumerate(runs):
+        shutil.copytree(run.path, tmp_path / f"two{i}")
+        config = tiny(runtime=PARTS if i else {"parallel": "fsdp"})
+        ends.append(on_two(tmp_path / f"two{i}", config))
+        shutil.copytree(run.path, tmp_path / f"one{i}")
+        ends.append(pretrain(NoiseImages(), tmp_path / f"one{i}", config))
+    for a, b in ((ends[0], ends[2]), (ends[1], ends[3])):
+        x, y = a.model().state_dict(), b.model().state_dict()
+        assert all(torch.equal(x[name], y[name]) for name in x)
+        assert [line["loss"] for line in a.metrics] == [line["loss"] for line in b.metrics]
+
+
+def test_three_pieces_of_uneven_size_are_put_together(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(14.0).reshape(7, 2), "b": torch.ones(1), "n": torch.tensor(3.0)}
+    for rank in range(3):
+        cut = {name: x.chunk(3) for name, x in whole.items() if x.ndim}
+        own = {name: x[rank].contiguous() for name, x in cut.items() if rank < len(x)}
+        own |= {"n": whole["n"]} if rank == 0 else {}
+        save_file(own, tmp_path / f"model{f'.{rank}' if rank else ''}.safetensors")
+    found = shards.read(tmp_path, "model")
+    assert sorted(found) == sorted(whole)
+    assert all(torch.equal(found[name], x) for name, x in whole.items())
+
+
+def test_a_piece_that_is_missing_or_damaged_is_noticed(
+    runs: tuple[Run, Run], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(runs[1].checkpoint, tmp_path / "lost"))
+    (path / "model.1.safetensors").unlink()
+    assert "model.1.safetensors" in (checkpoint.verify(path) or "")
+    with pytest.raises(CheckpointError, match=r"model\.1\.safetensors"):
+        checkpoint.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (1, "save.shard@3"),
+        *(
+            pytest.param(rank, point, marks=pytest.mark.slow)
+            for rank, point in ((0, "save.begin@2"), (0, "save.staged@2"), (1, "save.shard@4"))
+        ),
+    ],
+)
+def test_a_kill_between_pieces_loses_nothing(
+    tmp_path: Path, rank: int, point: str, runs: tuple[Run, Run]
+) -> None:
+    """At the second save, of step 4; the first is of step 2."""
+    config = tiny(runtime={**PARTS, "save_every": 2})
+
+    def fatal(here: int) -> None:
+        if here == rank:
+            os.environ["STOPMIM_FAULT"] = f"{point}:kill"
+        pretrain(NoiseImages(), tmp_path / "run", config, stop_at=4)
+
+    ended = together(2, tmp_path / "logs", fatal)
+    assert ended[rank].code == -signal.SIGKILL
+    assert Run(tmp_path / "run").checkpoint.name == "step-00000002"
+    run = on_two(tmp_path / "run", config, 4)
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert_same_run(run, runs[1])
