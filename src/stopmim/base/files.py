@@ -6,8 +6,9 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from stopmim.base.errors import StorageError
 
@@ -60,7 +61,7 @@ def write_whole(path: Path, text: str) -> None:
         raise StorageError(f"{path}: cannot write: {error.strerror}") from None
 
 
-def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
+def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedReader:
     """Opens a regular file of at most `limit` bytes; OSError for any other.
 
     A pipe would block forever, a device such as /dev/zero never ends, and any name may lead there.
@@ -72,6 +73,8 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
         raise OSError(errno.EINVAL, "no name of a file", shown) from None
     try:
         status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), shown)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", shown)
         if status.st_size > limit:
@@ -85,4 +88,5 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BinaryIO:
 def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
     """The bytes of a file that `open_to_read` opens."""
     with open_to_read(path, limit) as file:
-        return file.read(limit)  # and no more, should it grow meanwhile
+        # No more than that, should it grow meanwhile; `read` takes the memory for it at once.
+        return file.read(os.fstat(file.fileno()).st_size)
