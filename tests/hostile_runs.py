@@ -298,7 +298,7 @@ def _run_json() -> dict[str, Write]:
 
 
 def _logs() -> dict[str, Write]:
-    bad = {
+    bad: dict[str, str | bytes] = {
         "nested lines": DEEP + "\n",
         "lines of 5,000 digits": f'{{"step": {DIGITS}}}\n',
         "infinite lines": '{"step": Infinity, "loss": NaN, "epoch": 1e400}\n',

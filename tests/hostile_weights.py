@@ -417,7 +417,18 @@ def _hub() -> dict[str, Write]:
         return "{" + ", ".join(f'"{key}": {text}' for key, text in given.items()) + "}"
 
     fine = resaved(hub_state())
-    heads = ("0", "-3", "Infinity", "-Infinity", "NaN", "1e400", "5", "[3]", '"three"', "true")
+    heads: tuple[str, ...] = (
+        "0",
+        "-3",
+        "Infinity",
+        "-Infinity",
+        "NaN",
+        "1e400",
+        "5",
+        "[3]",
+        '"three"',
+        "true",
+    )
     heads = (*heads, "null", "1" + "0" * 4000)
     epsilons = ("NaN", "Infinity", "-1", "1e308", "2", "[]", '"x"')
     return {

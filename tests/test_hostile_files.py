@@ -12,7 +12,6 @@ from hostile_files import CANARY, COMMANDS, Commands, every, prepare, problems
 # of weights have a test of their own.
 FAILED_ONCE = {
     "images with 400 scans.jpg": "features",
-    "images with huge with alpha.png": "features",
     "npz of a shape of 30 digits.npz": "check",
     "npz encrypted.npz": "check",
     "npz of unknown method.npz": "check",
@@ -27,9 +26,7 @@ FAILED_ONCE = {
     "cifar of keys of tuples": "check",
     "videos in a list of bytes": "tracking",
     "videos with a mask of another size": "tracking",
-    "videos with a mask in a pipe": "tracking",
     "skip list in a pipe.jsonl": "features",
-    "skip list of deep lines.jsonl": "features",
     "preset of 120,000 keys.yaml": "dry run",
     "preset of digits.yaml": "dry run",
     "preset of keys of lines.yaml": "dry run",

@@ -290,7 +290,7 @@ def test_a_table_that_makes_no_sense_is_refused_in_a_line_with_the_file(
 def test_a_table_of_ones_own_can_neither_hide_another_nor_have_unknown_keys(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot read this table: No such file"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot be read: No such file"):
         find_table("nowhere.yaml")
     for taken in ("positions.yaml", "runs.yml"):
         with pytest.raises(UserError, match=r"is taken; rename the file"):

@@ -16,6 +16,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from hostile_data import scans
 from stopmim.data import decode as module
 from stopmim.data.decode import MAX_PIXELS, BadImageError, decode
 
@@ -359,3 +360,34 @@ def test_a_process_forked_while_a_thread_decodes_can_decode() -> None:
     finally:
         done.set()
         thread.join()
+
+
+MODES = {
+    "RGB": "PNG", "RGBA": "PNG", "LA": "PNG", "L": "PNG", "P": "PNG", "1": "PNG", "I;16": "PNG",
+    "CMYK": "JPEG", "F": "TIFF", "I": "TIFF",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_large_image_is_converted_by_strips_with_the_same_result(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.integers(0, 256, (37, 23, 4), np.uint8)
+    if mode in ("F", "I", "I;16"):
+        kind = {"F": np.float32, "I": np.int32, "I;16": np.uint16}[mode]
+        image = Image.fromarray((values[:, :, 0] * 300.0 - 20 * (mode != "I;16")).astype(kind))
+    else:
+        image = Image.fromarray(values, "RGBA" if mode != "CMYK" else "CMYK").convert(mode)
+    buffer = io.BytesIO()
+    options = {"transparency": 3} if mode == "P" else {}
+    image.save(buffer, MODES[mode], **options)
+    whole = decode(buffer.getvalue())
+    monkeypatch.setattr(module, "STRIP", 100)  # four rows
+    np.testing.assert_array_equal(decode(buffer.getvalue()), whole)
+
+
+def test_a_jpeg_of_hundreds_of_scans_is_a_bad_image_at_once() -> None:
+    with pytest.raises(BadImageError, match="400 scans of 16000000 pixels"):
+        decode(scans(400))
+    assert decode(scans(40, 64)).shape == (64, 64, 3)  # of a small one they take no time

@@ -328,3 +328,17 @@ def test_five_thousand_paths_cost_their_bytes_and_no_objects(tmp_path: Path) -> 
     again: Folder = pickle.loads(held)  # noqa: S301
     assert again.name(4321) == folder.name(4321) == "class4/000321.jpeg"
     assert again.fingerprint == folder.fingerprint
+
+
+@pytest.mark.timeout(20)
+def test_an_image_that_becomes_a_device_or_a_pipe_is_a_bad_image(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"x")
+    folder = Folder(tmp_path)
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).unlink()
+    (tmp_path / "a.png").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "b.png")
+    for i in range(2):
+        with pytest.raises(BadImageError, match="not a regular file"):
+            folder.read(i)

@@ -178,6 +178,8 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedR
         raise OSError(errno.EINVAL, "no name of a file", shown) from None
     try:
         status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), shown)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", shown)
         if status.st_size > limit:
@@ -191,7 +193,8 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedR
 def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
     """The bytes of a file that `open_to_read` opens."""
     with open_to_read(path, limit) as file:
-        return file.read(limit)  # and no more, should it grow meanwhile
+        # No more than that, should it grow meanwhile; `read` takes the memory for it at once.
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 @contextlib.contextmanager

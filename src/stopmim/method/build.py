@@ -5,7 +5,6 @@ the other functions build what it asks for. A new kind of position, mask or targ
 its name in config/schema.py and one `case` below.
 """
 
-import os
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -37,7 +36,7 @@ def configure(
         config = preset
     elif str(preset) in PRESETS:  # a name wins over a file of that name
         config = PRESETS[str(preset)]()
-    elif os.path.exists(preset):  # a YAML file, as `pretrain --dry-run` prints it
+    elif Path(preset).exists():  # a YAML file, as `pretrain --dry-run` prints it
         config = from_yaml(read_yaml(Path(preset)), str(preset))
     else:
         raise UserError(_no_such(str(preset)))

@@ -36,7 +36,8 @@ class OwnRun(Format):
         found, state = checkpoint.read_newest(path, read)
         config = Config.model_validate(state["config"], strict=False)
         if is_run:
-            epoch = state["step"] // (begun(path)["data"]["images"] // config.optim.batch_size)
+            per_epoch = begun(path)["data"]["images"] // config.optim.batch_size
+            epoch = state["step"] // max(1, per_epoch)
         project = self.name if is_run else "stopmim checkpoint"
         about = {"config": config, "epoch": epoch, "step": state["step"]}
         return replace(found, path=path, project=project, **about)
