@@ -12,10 +12,13 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.data.looking import Seen, look, measure
-from stopmim.runs.run import Run
+from stopmim.runs.run import begun
 from stopmim.train.distributed import World
 
-SETTLED = ("channels", "kind", "channel_names", "normalise", "low", "high", "mean", "std")
+SETTLED = tuple(
+    f"data.{key}"
+    for key in ("channels", "kind", "channel_names", "normalise", "low", "high", "mean", "std")
+)
 
 
 def settle_channels(
@@ -27,8 +30,8 @@ def settle_channels(
     """
     given = dict(flatten(changes))
     if (out / "run.json").exists():
-        before = Run(out).config.data.model_dump(include=set(SETTLED))
-        found = {f"data.{key}": value for key, value in before.items() if value is not None}
+        before = dict(flatten(begun(out)["config"]))
+        found = {key: before[key] for key in SETTLED if before.get(key) is not None}
         return found | given
     seen = look(images, config)
     _refuse_other(config, seen)
