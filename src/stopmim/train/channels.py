@@ -12,7 +12,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.config.schema import Config, flatten
 from stopmim.data.images import Images
 from stopmim.data.looking import Seen, look, measure
-from stopmim.runs.run import begun
+from stopmim.runs.identity import begun
 from stopmim.train.distributed import World
 
 SETTLED = tuple(
