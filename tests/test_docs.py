@@ -87,6 +87,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_public(root)
     davis(root / "DAVIS", "2016")
     pack(root / "my_images", root / "shards")
+    Image.new("I;16", (600, 500)).save(root / "mosaic.tif")
     (root / "1percent.txt").write_text("".join(f"{i:03}.png\n" for i in range(10)))
     return root
 

@@ -128,8 +128,9 @@ def test_a_worker_that_is_lost_once_is_replaced_and_no_sample_is_another(
 def test_what_was_trained_is_saved_before_an_image_ends_the_run(
     tmp_path: Path, workers: int
 ) -> None:
-    """Image 23 belongs to update 2 and, in the second epoch, 9: it breaks in between."""
-    slow = Trap(Late(tmp_path / "late", 2))
+    """Image 23 is looked at before the first update, belongs to number 2 and, in the second epoch,
+    to number 9: it breaks in between."""
+    slow = Trap(Late(tmp_path / "late", 3))
     config = tiny(runtime={"workers": workers, "worker_timeout": 1, "save_every": 100})
     with pytest.raises(ResourceError, match="noise 23: not read within 1 s"):
         pretrain(slow, tmp_path / "run", config)
@@ -223,7 +224,7 @@ def test_nothing_is_left_in_memory_or_on_disk_and_no_process(
     child.join()
     assert child.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
     workers = [int(path.name) for path in notes.iterdir() if int(path.name) != child.pid]
-    assert len(workers) == 2
+    assert len(workers) >= 2  # others have looked at images before the first update
     until = time.monotonic() + 3
     while any(map(is_alive, workers)) and time.monotonic() < until:
         time.sleep(0.02)

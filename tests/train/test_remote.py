@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_exactly(folder: Path, local: Run, tmp_path: Path, 
 def test_a_run_that_loses_its_images_is_saved(folder: Path, local: Run, tmp_path: Path) -> None:
     rare = epochs(2, save_every=1000)
     with serving(folder) as server:
-        server.limit = 17  # of shards
+        server.limit = 26  # of shards
         with (
             impatient(tmp_path / "cache", STOPMIM_REMOTE_PATIENCE="0.5"),
             pytest.raises(DataError, match=r"train-\d\d\.tar: not to be had for 1 s, at last: "),

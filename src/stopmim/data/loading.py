@@ -5,7 +5,7 @@ at which a run resumes changes a sample.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Generator, Iterable, Iterator, Sized
 from functools import partial
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def loader(
     device: torch.device,
     rank: int = 0,
     world: int = 1,
-) -> Iterator[Loaded]:
+) -> Generator[Loaded, None, None]:
     """Yields the micro-batches of this rank from step `start` on, read by worker processes.
 
     They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.

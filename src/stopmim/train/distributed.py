@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -24,9 +24,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from stopmim._version import __version__
 from stopmim.base.console import console, is_first_rank
 from stopmim.base.errors import ResourceError, UserError
+from stopmim.config.schema import Config, flatten
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs.run import git_state
 
 TIMEOUT = 600  # seconds that a rank may be silent; STOPMIM_TIMEOUT overrides it
 GRACE = 3.0  # seconds for healthy ranks to notice that one has failed
@@ -191,9 +194,14 @@ def _missing(world: World, key: str, seconds: float) -> list[int]:
     return ranks
 
 
-def agree(world: World, about: Mapping[str, Any]) -> None:
-    """Raises UserError unless every rank has the same `about`."""
-    first, *others = world.gather(dict(about))
+def agree(world: World, config: Config, images: str) -> None:
+    """Raises UserError if a rank has another config, other code, or images of other fingerprint."""
+    states = world.gather(git_state())
+    known = next((state for state in states if state is not None), None)
+    # A rank without git, or with one that took too long, cannot say that it has other code.
+    code = {"version": __version__, "git state": states[world.rank] or known}
+    about = dict(flatten(config.model_dump(mode="json"))) | code | {"data": images}
+    first, *others = world.gather(about)
     for rank, other in enumerate(others, start=1):
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):

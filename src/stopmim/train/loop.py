@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from stopmim._version import __version__
 from stopmim.base.console import Ticker, busy, say, warn
 from stopmim.base.errors import (
     CheckpointError,
@@ -27,7 +26,7 @@ from stopmim.base.files import write_whole
 from stopmim.base.memory import is_out_of_memory, shortage
 from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import signals
-from stopmim.config.schema import Config, flatten, override
+from stopmim.config.schema import Config, override
 from stopmim.data.images import Images
 from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
@@ -41,7 +40,7 @@ from stopmim.method.build import build
 from stopmim.runs import checkpoint, shards
 from stopmim.runs.lock import claimed
 from stopmim.runs.logs import BadFiles, Metrics
-from stopmim.runs.run import Run, begin, git_state, set_threads
+from stopmim.runs.run import Run, begin, set_threads
 from stopmim.runs.saver import Saver
 from stopmim.train import advice
 from stopmim.train.channels import settle_channels
@@ -139,7 +138,7 @@ def train(
         signals() as received,
         Ticker("pretrain", total, step) as ticker,
         saved_if_lost(run, received),
-        contextlib.closing(run.saver),
+        contextlib.closing(run),
     ):
         progress = Progress(ticker, config, run.per_epoch)
         clock, slow = Clock(step), False
@@ -242,7 +241,7 @@ class _Training:
         """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
         runtime = config.runtime
         self.path, self.config, self.images, self.world = path, config, images, world
-        _agree(config, images, world)
+        agree(world, config, images.fingerprint)
         self.device = device = choose_device(runtime.device, world.local_rank)
         self.amp = choose_precision(runtime.precision, device)
         self.per_epoch = steps_per_epoch(images, config)  # updates
@@ -283,12 +282,19 @@ class _Training:
         self.saver.step = self.step
         self.watch = Watch(Run(path).metrics)
         self.skipped = 0  # updates, as far as was told
+        self.reading = contextlib.ExitStack()  # closes what reads images
+
+    def close(self) -> None:
+        self.saver.close()
+        self.reading.close()
 
     def draws(self, bad_files: BadFiles) -> Draws:
         """Images, masks and noise from the next update on."""
         model, config, device = self.model, self.config, self.device
         rank, size = self.world.rank, self.world.size
+        self.reading.close()  # that of larger parts
         batches = loader(self.images, config, self.step, device=device, rank=rank, world=size)
+        self.reading.enter_context(contextlib.closing(batches))
         update = self.update
         beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
         return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
@@ -310,16 +316,6 @@ class _Training:
     def _parts(self) -> list[slice]:
         runtime, world = self.config.runtime, self.world
         return shares(self.config.optim.batch_size, runtime.accumulate, world.rank, world.size)
-
-
-def _agree(config: Config, images: Images, world: World) -> None:
-    """Refuses ranks with another config, other code or other images."""
-    states = world.gather(git_state())
-    known = next((state for state in states if state is not None), None)
-    # A rank without git, or with one that took too long, cannot say that it has other code.
-    code = {"version": __version__, "git state": states[world.rank] or known}
-    flat = dict(flatten(config.model_dump(mode="json")))
-    agree(world, flat | code | {"data": images.fingerprint})
 
 
 def _resume(path: Path, update: Step, keep: int, world: World) -> int:

@@ -105,8 +105,7 @@ def write_report(
         similar=similar,
         explored=explored,
     )
-    path = out or run.path / "report.html"
-    write_whole(path, text)
+    write_whole(path := out or run.path / "report.html", text)
     return path
 
 
