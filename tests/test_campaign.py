@@ -81,6 +81,7 @@ def campaign(folder: Path, *words: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow
 def test_a_few_cases_of_the_quick_families_pass(tmp_path: Path) -> None:
     record = campaign(tmp_path, "checkpoints", "configs", "storage", "--count", "3")
     assert [one["cases"] for one in record["outcomes"]] == [3, 3, 3]

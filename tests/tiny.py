@@ -1,5 +1,6 @@
 """A run of a second, for tests that need a real one."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ class NoiseImages:
 
     def name(self, i: int) -> str:
         return f"noise {i}"
+
+
+def writing_threads() -> list[str]:
+    """Threads of this process that write to a run directory."""
+    return [t.name for t in threading.enumerate() if t.name in ("save", "heartbeat")]
 
 
 def tiny(**changes: Any) -> Config:

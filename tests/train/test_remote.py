@@ -131,7 +131,13 @@ def killed(url: str, out: Path, at: int) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("lose", [False, True], ids=["with the cache", "without it"])
+@pytest.mark.parametrize(
+    "lose",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="with the cache"),
+        pytest.param(True, id="without it"),
+    ],
+)
 def test_a_killed_run_resumes_exactly(folder: Path, local: Run, tmp_path: Path, lose: bool) -> None:
     with serving(folder, faults(10)) as server:
         killed(server.url, tmp_path / "far", at=8)

@@ -78,6 +78,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_hostile_file_is_one_line_and_exit_code_4(
     answers: tuple[dict[str, Any], Path],
 ) -> None:

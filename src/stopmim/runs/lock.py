@@ -49,7 +49,7 @@ class Claim:
             "since": now(),
         }
         self.ended = Event()
-        self.thread = Thread(target=self._beat, daemon=True)
+        self.thread = Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def begin(self) -> None:
         self.write()

@@ -120,7 +120,7 @@ class Saver:
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         what = (where, copy or states, ready, about, 0o666 & ~mask)
-        self.thread = Thread(target=self._work, args=what)
+        self.thread = Thread(target=self._work, args=what, name="save")
         self.thread.start()
         if place.problem:
             self._leave(place, where)
