@@ -148,6 +148,26 @@ def test_arrays_are_packed_without_loss(tmp_path: Path) -> None:
     assert found.labels["class"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "channels"), [("uint16", 5), ("float32", 1), ("uint8", 4)])
+def test_images_of_any_channels_and_type_are_packed_without_loss(
+    tmp_path: Path, kind: Kind, dtype: str, channels: int
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 250, (6, 20, 30, channels)).astype(dtype)
+    names = [f"band {c}" for c in range(channels)]
+    arrays = Arrays(pixels, {"class": np.arange(6)}, [], "x", channel_names=names)
+    pack(arrays, tmp_path / "out", kind=kind)
+    found = open_images(tmp_path / "out")
+    assert all(np.array_equal(found.read(i), pixels[i]) for i in range(6))
+    assert found.read(0).dtype == dtype
+    if kind == "tar":
+        assert found.channel_names == names  # type: ignore[attr-defined]
+    pack(arrays, tmp_path / "small", kind=kind, size=10)
+    small = open_images(tmp_path / "small").read(3)
+    assert (small.shape, small.dtype) == ((10, 15, channels), np.dtype(dtype))
+    assert abs(small.mean() - pixels[3].mean()) < 8
+
+
 def test_a_broken_image_is_left_out_and_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,8 +26,9 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes images in worker processes.
 
-    Without `size` a file keeps its bytes. With it, a picture whose shorter side is longer becomes a
-    JPEG of that size. The result depends on nothing but the image and these two numbers.
+    Without `size` a picture keeps its bytes. With it, one whose shorter side is longer becomes a
+    JPEG of that size. Images of other channels or types become .npy files. The result depends on
+    nothing but the image and these two numbers.
     """
 
     def __init__(self, watched: Watched, size: int | None, quality: int) -> None:
@@ -42,18 +43,37 @@ class Encoder:
                 pixels = self.watched.read(number)
             except BadImageError as error:
                 return Encoded(number, "", b"", str(error))
+        is_picture = pixels.dtype == np.uint8 and pixels.shape[2] == 3
         if self.size is not None and min(pixels.shape[:2]) > self.size:
-            return Encoded(number, "jpg", self._resized(pixels, self.size))
+            small = _shrunk(pixels, self.size)
+            if is_picture:
+                return Encoded(number, "jpg", _saved(small, "JPEG", quality=self.quality))
+            return Encoded(number, "npy", _array(small))
         if files:
             kind = format_of(files[-1]).split()[0]
             return Encoded(number, _EXTENSION.get(kind, kind.lower()), files[-1])
-        return Encoded(number, "png", _saved(pixels, "PNG"))  # such as a row of an array
+        if is_picture:  # such as a row of an array
+            return Encoded(number, "png", _saved(pixels, "PNG"))
+        return Encoded(number, "npy", _array(pixels))
 
-    def _resized(self, pixels: np.ndarray, size: int) -> bytes:
-        height, width = pixels.shape[:2]
-        short = min(height, width)
-        small = resized(pixels, round(height * size / short), round(width * size / short))
-        return _saved(small.permute(1, 2, 0).numpy(), "JPEG", quality=self.quality)
+
+def _shrunk(pixels: np.ndarray, size: int) -> np.ndarray:
+    """`pixels` with a shorter side of `size`, of the same type."""
+    height, width = pixels.shape[:2]
+    short = min(height, width)
+    small = resized(pixels, round(height * size / short), round(width * size / short))
+    found = small.permute(1, 2, 0).numpy()
+    if pixels.dtype.kind in "iu" and found.dtype != pixels.dtype:
+        known = np.iinfo(pixels.dtype)
+        found = found.round().clip(known.min, known.max)
+    return found.astype(pixels.dtype, copy=False)
+
+
+def _array(pixels: np.ndarray) -> bytes:
+    """A .npy file: any channels and types, as quick to read as memory."""
+    file = io.BytesIO()
+    np.save(file, np.ascontiguousarray(pixels), allow_pickle=False)
+    return file.getvalue()
 
 
 def _saved(pixels: np.ndarray, kind: str, **options: int) -> bytes:

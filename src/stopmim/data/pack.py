@@ -110,6 +110,7 @@ def pack(
             shuffled=plan.shuffle,
             fingerprints=plan.fingerprints,
             classes=getattr(images, "classes", []),
+            channel_names=getattr(images, "channel_names", []),
             shards=shards,
         )
         write_whole(folder / INDEX, json.dumps(index.model_dump(), indent=1) + "\n")

@@ -43,6 +43,7 @@ class Index(_Strict):
     shuffled: bool  # not in the order of the source
     fingerprints: dict[str, str]  # of the images that were packed, by split
     classes: list[str]  # names of the values of the label "class"
+    channel_names: list[str] = []
     shards: list[PackedShard]
 
 

@@ -111,6 +111,8 @@ class Tar(Shards):
         # Not a sample of all: the others may be far away.
         first = [self._names[i] for i in range(min(SAMPLE, len(self)))]
         self.look(printable(self._places[0]), first)
+        if packed and self.form and len(packed.channel_names) == self.form.channels:
+            self.channel_names = packed.channel_names
 
     def _data(self, i: int) -> bytes:
         size, at = int(self._size[i]), int(self._at[i])
