@@ -16,7 +16,7 @@ import torch
 import stopmim
 from campaign import checkpoints, configs, hostile, kills, races, rank_faults, run_files, storage
 from campaign.cases import Family, Outcome, run_family
-from campaign.record import read_json, record, sum_of, table, write_json, write_page
+from campaign.record import Record, read_json, record, sum_of, table, write_json, write_page
 from stopmim.base.console import duration
 
 FAMILIES = {
@@ -48,24 +48,32 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the campaign; returns 1 if a case has failed."""
     asked = options(words)
-    root = Path(tempfile.mkdtemp(prefix="campaign-"))
-    if asked.records:
-        found = sum_of([read_json(path) for path in asked.records])
-        done = replace(found, outcomes=[one for name in FAMILIES for one in found.of(name)])
-    else:
-        load_everything()
-        outcomes = [_run(FAMILIES[name], asked, root) for name in asked.families or FAMILIES]
-        done = record(outcomes, asked.seed)
+    done = add_up(asked.records) if asked.records else run(asked)
     print(f"\n{table(done.outcomes)}\n\n{done.failed} failures; {done.machine}")
     if asked.json:
         write_json(done, asked.json)
     if asked.page:
         write_page(done, asked.page, {name: family.long for name, family in FAMILIES.items()})
+    return 1 if done.failed else 0
+
+
+def add_up(paths: Sequence[Path]) -> Record:
+    """What earlier campaigns have recorded, in the order of the families."""
+    found = sum_of([read_json(path) for path in paths])
+    order = list(FAMILIES)
+    return replace(found, outcomes=sorted(found.outcomes, key=lambda one: order.index(one.family)))
+
+
+def run(asked: argparse.Namespace) -> Record:
+    load_everything()
+    root = Path(tempfile.mkdtemp(prefix="campaign-"))
+    outcomes = [_run(FAMILIES[name], asked, root) for name in asked.families or FAMILIES]
+    done = record(outcomes, asked.seed)
     if done.failed or asked.keep:
         print(f"folders of {'all' if asked.keep else 'the failed'} cases: {root}")
     else:
         shutil.rmtree(root)
-    return 1 if done.failed else 0
+    return done
 
 
 def load_everything() -> None:

@@ -46,9 +46,6 @@ class Record:
     def failed(self) -> int:
         return sum(len(outcome.failures) for outcome in self.outcomes)
 
-    def of(self, family: str) -> list[Outcome]:
-        return [one for one in self.outcomes if one.family == family]
-
 
 def record(outcomes: Sequence[Outcome], seed: int) -> Record:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
