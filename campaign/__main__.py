@@ -16,7 +16,7 @@ import torch
 import stopmim
 from campaign import checkpoints, configs, hostile, kills, races, rank_faults, run_files, storage
 from campaign.cases import Family, Outcome, run_family
-from campaign.record import Record, read_json, record, sum_of, table, write_json, write_page
+from campaign.record import Record, commit, read_json, record, sum_of, table, write_json, write_page
 from stopmim.base.console import duration
 
 FAMILIES = {
@@ -65,10 +65,11 @@ def add_up(paths: Sequence[Path]) -> Record:
 
 
 def run(asked: argparse.Namespace) -> Record:
+    code = commit()  # of now: it may change meanwhile
     load_everything()
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
     outcomes = [_run(FAMILIES[name], asked, root) for name in asked.families or FAMILIES]
-    done = record(outcomes, asked.seed)
+    done = record(outcomes, code, asked.seed)
     if done.failed or asked.keep:
         print(f"folders of {'all' if asked.keep else 'the failed'} cases: {root}")
     else:

@@ -47,9 +47,9 @@ class Record:
         return sum(len(outcome.failures) for outcome in self.outcomes)
 
 
-def record(outcomes: Sequence[Outcome], seed: int) -> Record:
+def record(outcomes: Sequence[Outcome], code: str, seed: int) -> Record:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Record(now, machine(), commit(), __version__, str(seed), outcomes)
+    return Record(now, machine(), code, __version__, str(seed), outcomes)
 
 
 def sum_of(records: Sequence[Record]) -> Record:

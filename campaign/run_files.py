@@ -175,7 +175,7 @@ def state(folder: Path) -> State:
 FAMILY = Family(
     "run_files",
     "a damaged or hostile run directory never means an internal error or a write elsewhere",
-    quick=160,
+    quick=120,
     long=1200,
     case=case,
     prepare=prepare,

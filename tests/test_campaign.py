@@ -108,7 +108,7 @@ def test_a_page_gets_the_table_of_one_or_more_campaigns(tmp_path: Path) -> None:
         "for i, path in enumerate(sys.argv[1:]):\n"
         "    one = Outcome('kills', 'nothing is lost', 1000, 61.0, {5 + i: 'lost'})\n"
         "    one.counts.update(kills=310)\n"
-        "    write_json(record([one], 7), Path(path))"
+        "    write_json(record([one], 'abc', 7), Path(path))"
     )
     assert python("-c", code, *records).returncode == 0
     done = python("-m", "campaign", "--records", *records, "--page", str(page))
@@ -118,4 +118,5 @@ def test_a_page_gets_the_table_of_one_or_more_campaigns(tmp_path: Path) -> None:
     assert text.endswith("<!-- end -->\n\nB\n")
     assert "old" not in text
     assert "seed 7, stopmim" in text
+    assert "at commit `abc`" in text
     assert "| `kills` | nothing is lost | 2,000 | 320 | 2 | 2:02 | 620 kills |" in text
