@@ -5,7 +5,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ class Record:
     machine: str
     commit: str
     version: str
-    seed: int
-    long: bool
+    seed: str
     outcomes: Sequence[Outcome]
 
     @property
@@ -47,9 +47,28 @@ class Record:
         return sum(len(outcome.failures) for outcome in self.outcomes)
 
 
-def record(outcomes: Sequence[Outcome], seed: int, long: bool) -> Record:
+def record(outcomes: Sequence[Outcome], code: str, seed: int) -> Record:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Record(now, machine(), commit(), __version__, seed, long, outcomes)
+    return Record(now, machine(), code, __version__, str(seed), outcomes)
+
+
+def sum_of(records: Sequence[Record]) -> Record:
+    """Several campaigns as one: what came out of each family is added up."""
+    total = dict[str, Outcome]()
+    for one in (outcome for each in records for outcome in each.outcomes):
+        held = total.setdefault(one.family, Outcome(one.family, one.claim))
+        held.cases += one.cases
+        held.seconds += one.seconds
+        held.failures |= one.failures
+        held.counts += one.counts
+
+    def every(name: str) -> str:
+        return ", ".join(sorted({getattr(each, name) for each in records}))
+
+    last = max(each.date for each in records)
+    return Record(
+        last, every("machine"), every("commit"), every("version"), every("seed"), [*total.values()]
+    )
 
 
 def machine() -> str:
@@ -93,18 +112,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def markdown(done: Record) -> str:
-    """The same as a section of a page: what was run, and one row per family with its claim."""
-    kind = "long form" if done.long else "short form"
+def markdown(done: Record, long: Mapping[str, int]) -> str:
+    """The same as a section of a page: what was run, of how many cases in the long form."""
     lines = [
-        f"{done.date}, {kind}, seed {done.seed}, stopmim {done.version} at commit `{done.commit}`; "
+        f"{done.date}, seed {done.seed}, stopmim {done.version} at commit `{done.commit}`; "
         f"{done.machine}.",
         "",
-        "| family | claim | cases | failures | time | of these |",
-        "|---|---|--:|--:|--:|---|",
+        "| family | claim | cases | of the long form | failures | time | of these |",
+        "|---|---|--:|--:|--:|--:|---|",
     ]
-    for (name, *cells), one in zip(rows(done.outcomes)[1:], done.outcomes, strict=True):
-        lines.append(f"| `{name}` | {one.claim} | {' | '.join(cells)} |")
+    for (name, cases, *cells), one in zip(rows(done.outcomes)[1:], done.outcomes, strict=True):
+        numbers = [cases, f"{long[name]:,}", *cells]
+        lines.append(f"| `{name}` | {one.claim} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
@@ -113,10 +132,18 @@ def write_json(done: Record, path: Path) -> None:
     path.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def write_page(done: Record, path: Path) -> None:
+def read_json(path: Path) -> Record:
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    for one in tree["outcomes"]:
+        one["counts"] = Counter(one["counts"])
+    outcomes = [Outcome(**one) for one in tree.pop("outcomes")]
+    return Record(**tree, outcomes=outcomes)
+
+
+def write_page(done: Record, path: Path, long: Mapping[str, int]) -> None:
     """Replaces what stands in the page at `path` between two comments."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"{path}: no {BEGIN} ... {END} in it")
-    path.write_text(f"{before}{BEGIN}\n{markdown(done)}\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n{markdown(done, long)}\n{END}{after}", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 from campaign.cases import Case, Family, need
 from campaign.damage import BYTES, absurd_json, absurd_lines
 from campaign.processes import GIB, Ended, Limits, command
-from campaign.sample import copy, same_model, words
+from campaign.sample import HALF, copy, same_model, train, words, write_config
 from campaign.sample import prepare as prepare_runs
 
 FILES = ("run.json", "metrics.jsonl", "results.jsonl", "bad_files.jsonl", "run.lock")
@@ -41,6 +41,8 @@ COMMANDS = {  # name: weight
 }
 LIMITS = Limits(seconds=20, memory=GIB)
 
+State = dict[str, tuple[str, int, int]]
+
 
 def prepare(folder: Path) -> None:
     prepare_runs(folder)
@@ -50,25 +52,25 @@ def prepare(folder: Path) -> None:
         skip = ["--skip", f"{run}/bad_files.jsonl"]
         done = command(["eval", "knn", run, *options, *skip], log).finish()
         need(done.code == 0, f"cannot evaluate: {done}")
+    train(folder / "images", folder / "other", write_config(folder / "other.yaml", seed=1), HALF)
 
 
 def case(case: Case) -> None:
     run = copy(case.shared / "half", case.folder / "run")
-    victim = case.folder / "victim"
-    shutil.copytree(case.shared / "half", victim)
+    victim = copy(case.shared / "other", case.folder / "victim")
     (victim / "letter").write_text("do not touch\n")
     before = state(victim)
     case.about = harm(case, run, victim)
     (name,) = case.dice.choices(list(COMMANDS), list(COMMANDS.values()))
     name = "mirror" if "tensorboard" in case.about else name
     done = perform(case, name, run)
-    need(state(victim) == before, f"{name} has touched another file: {done}")
+    need(untouched(case, victim, before), f"{name} has touched another file: {done}")
     shared = case.shared / "whole"
     if name in ("resume", "mirror") and done.code == 0:
         need(same_model(run, shared), "resumed with code 0 to another model")
     # What a damaged run has become is readable again, or refused.
     again = perform(case, "doctor" if name != "doctor" else "inspect", run)
-    need(state(victim) == before, f"a second command has touched another file: {again}")
+    need(untouched(case, victim, before), f"a second command has touched another file: {again}")
 
 
 def harm(case: Case, run: Path, victim: Path) -> str:
@@ -151,7 +153,15 @@ def perform(case: Case, name: str, run: Path) -> Ended:
     return case.run(*line, limits=LIMITS)
 
 
-def state(folder: Path) -> dict[str, tuple[str, int, int]]:
+def untouched(case: Case, victim: Path, before: State) -> bool:
+    """Whether a victim's files are what they were; a link for checkpoints is one to write to."""
+    now = state(victim)
+    if case.about == "checkpoints is a link":
+        return before.items() <= now.items()
+    return now == before
+
+
+def state(folder: Path) -> State:
     """Content, time and mode of every file below `folder`."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -165,7 +175,7 @@ def state(folder: Path) -> dict[str, tuple[str, int, int]]:
 FAMILY = Family(
     "run_files",
     "a damaged or hostile run directory never means an internal error or a write elsewhere",
-    quick=160,
+    quick=120,
     long=1200,
     case=case,
     prepare=prepare,

@@ -118,8 +118,11 @@ CODES = {
 }
 
 
-# Files that some commands can use in part.
-ALSO: dict[str, set[int]] = {"float8 in a decoder.safetensors": {0}}
+# Files that some commands can use in part, or refuse by their name alone.
+ALSO: dict[str, set[int]] = {
+    "float8 in a decoder.safetensors": {0},
+    "n" * 300 + ".pth": {2},
+}
 
 
 @dataclass(frozen=True)

@@ -99,21 +99,24 @@ def test_some_cases_of_every_family_pass(tmp_path: Path) -> None:
     assert {one["family"]: one["failures"] for one in record["outcomes"] if one["failures"]} == {}
 
 
-def test_a_page_gets_the_table_of_a_campaign(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+def test_a_page_gets_the_table_of_one_or_more_campaigns(tmp_path: Path) -> None:
+    page, records = tmp_path / "page.md", [str(tmp_path / f"{i}.json") for i in range(2)]
     page.write_text("# A\n\n<!-- campaign -->\nold\n<!-- end -->\n\nB\n")
     code = (
         "import sys\nfrom pathlib import Path\nfrom campaign.cases import Outcome\n"
-        "from campaign.record import record, write_page\n"
-        "one = Outcome('kills', 'nothing is lost', 300, 61.0)\n"
-        "one.counts.update(kills=310)\n"
-        "write_page(record([one], 7, long=True), Path(sys.argv[1]))"
+        "from campaign.record import record, write_json\n"
+        "for i, path in enumerate(sys.argv[1:]):\n"
+        "    one = Outcome('kills', 'nothing is lost', 1000, 61.0, {5 + i: 'lost'})\n"
+        "    one.counts.update(kills=310)\n"
+        "    write_json(record([one], 'abc', 7), Path(path))"
     )
-    done = python("-c", code, str(page))
-    assert done.returncode == 0, done.stderr
+    assert python("-c", code, *records).returncode == 0
+    done = python("-m", "campaign", "--records", *records, "--page", str(page))
+    assert done.returncode == 1, done.stderr  # there are failures
     text = page.read_text()
     assert text.startswith("# A\n\n<!-- campaign -->\n")
     assert text.endswith("<!-- end -->\n\nB\n")
     assert "old" not in text
-    assert "long form, seed 7" in text
-    assert "| `kills` | nothing is lost | 300 | 0 | 1:01 | 310 kills |" in text
+    assert "seed 7, stopmim" in text
+    assert "at commit `abc`" in text
+    assert "| `kills` | nothing is lost | 2,000 | 320 | 2 | 2:02 | 620 kills |" in text

@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = """
 _version
 base base.errors base.faults base.memory base.random_keys base.schedules base.signals base.tables
-base.files base.sandbox base.secrets base.console
+base.waiting base.files base.sandbox base.secrets base.console
 config.architectures config.yaml_text config.section config.data config.schema config config.presets
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.sharding gpu.attention
 method method.masks method.positions method.encoder method.predictor method.model method.build

@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import queue
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.secrets import reveal, shown
+from stopmim.base.waiting import within
 
 # What installs the others; any other protocol of fsspec may read what no user has named.
 PROTOCOLS = {
@@ -240,22 +239,10 @@ def _words(name: str) -> str:
 
 def _within(seconds: float, function: Callable[[], T]) -> T:
     """The result of `function`; AgainError if it takes longer, and then it is left alone."""
-    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            answers.put((True, function()))
-        except Exception as error:
-            answers.put((False, error))
-
-    threading.Thread(target=call, daemon=True).start()
     try:
-        good, answer = answers.get(timeout=seconds)
-    except queue.Empty:
+        return within(seconds, function)
+    except TimeoutError:
         raise AgainError(f"sent nothing for {seconds:g} s") from None
-    if not good:
-        raise answer
-    return answer
 
 
 def _number(text: str) -> float:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stopmim._version import __version__
 from stopmim.base.console import console, is_first_rank
 from stopmim.base.errors import ResourceError, UserError
+from stopmim.base.waiting import within
 from stopmim.config.schema import Config, flatten
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs.run import git_state
@@ -62,8 +64,8 @@ class World:
     def answer(self) -> None:
         """Tells the others that this rank is there, if they ask since another one is not."""
         if self.store is not None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
-                self.store.set(f"here/{self.rank}", "")
+            with contextlib.suppress(RuntimeError, TimeoutError):  # gone, or silent, with rank 0
+                within(GRACE, partial(self.store.set, f"here/{self.rank}", ""))
 
     def mean_(self, values: Tensor) -> Tensor:
         """Averages `values` over the ranks, in place."""
@@ -150,17 +152,18 @@ def _first_failure(world: World, error: BaseException) -> BaseException:
     code = ResourceError.exit_code if is_broken(error) else code
     who, lost = world.rank, list[int]()
     try:
-        world.store.set_timeout(datetime.timedelta(seconds=GRACE))
-        note = world.store.compare_set("failed", "", f"{who} {code}")
-        world.store.set(f"here/{who}", "")
+        # Requests have no limit of their own: rank 0 may host the store, and be stopped.
+        note = within(GRACE, partial(_leave_note, world.store, who, code))
         who, code = map(int, note.split())
         if who == world.rank and is_broken(error):
-            lost = _missing(world, "here", GRACE)
-        world.store.set(f"left/{world.rank}", "")  # a rank's last request
-        if world.first:  # rank 0 may host the store: it leaves last
+            lost = within(2 * GRACE, partial(_missing, world, "here", GRACE))
+        within(GRACE, partial(world.store.set, f"left/{world.rank}", ""))  # a rank's last request
+        if world.first:  # it leaves last, for the store may be its own
             _missing(world, "left", GRACE if who == 0 else 2 * GRACE)
     except RuntimeError:  # the store is gone with rank 0, which failed and said why
         who, code = 0, ResourceError.exit_code
+    except TimeoutError:  # rank 0 is silent: rank 1 says so, unless a rank has more to say
+        who, lost = (1, [0]) if is_broken(error) else (who, lost)
     # Exit without destroying the group, which can hang if a rank is gone.
     _kept.append(error)  # its frames reference the group
 
@@ -181,6 +184,14 @@ def _first_failure(world: World, error: BaseException) -> BaseException:
             f"silent for {patience} s; run the same command to resume"
         )
     return error
+
+
+def _leave_note(store: Store, rank: int, code: int) -> bytes:
+    """Who has failed first, and with which code; this rank, if no other has said so."""
+    store.set_timeout(datetime.timedelta(seconds=GRACE))
+    note = store.compare_set("failed", "", f"{rank} {code}")
+    store.set(f"here/{rank}", "")
+    return note
 
 
 def _missing(world: World, key: str, seconds: float) -> list[int]:
