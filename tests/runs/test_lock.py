@@ -65,7 +65,14 @@ def test_a_directory_that_is_removed_is_not_made_again_and_the_run_is_rescued(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    at_step(monkeypatch, 4, lambda: shutil.rmtree(out))
+
+    def remove() -> None:
+        for thread in threading.enumerate():  # two that remove a save in flight disturb each other
+            if thread.name == "save":
+                thread.join()
+        shutil.rmtree(out)
+
+    at_step(monkeypatch, 4, remove)
     said = ended(out)
     assert not out.exists()
     (rescued,) = tmp_path.iterdir()
