@@ -55,6 +55,7 @@ class Ended:
     said: str  # on stderr
     printed: str
     seconds: float
+    cpu: float  # seconds of it and of the processes that it has waited for
     memory: int  # most resident bytes of all its processes, above those of this one
     beyond: str  # the limit that it went beyond, or ""
     left: tuple[str, ...]  # processes, files in TMPDIR and shared memory that it has left behind
@@ -136,7 +137,7 @@ class Started:
         if pid:
             self.memory = max(self.memory, usage.ru_maxrss * 1024 - self.base)
             self.code = os.waitstatus_to_exitcode(status)
-            self.seconds = now - self.start
+            self.seconds, self.cpu = now - self.start, usage.ru_utime + usage.ru_stime
         elif now - self.sampled > SAMPLE:
             self.sampled = now
             self._measure(now)
@@ -180,7 +181,8 @@ class Started:
             (self.folder / name).write_bytes(self.text[name])
         printed, said = (text.decode(errors="replace") for text in self.text.values())
         left = tuple(self._left())
-        return Ended(self.code, said, printed, self.seconds, self.memory, self.beyond, left)
+        cost = self.seconds, self.cpu, self.memory
+        return Ended(self.code, said, printed, *cost, self.beyond, left)
 
     def _left(self) -> list[str]:
         until = time.monotonic() + GRACE

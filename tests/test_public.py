@@ -49,8 +49,8 @@ def test_public_names_are_found_where_they_always_were() -> None:
     codes = []
     for module, text in PUBLIC.items():
         names = text.split()
-        by_name = f"from {module} import {', '.join(names)}\n"
-        codes += [by_name, f"import {module}\n" + "".join(f"{module}.{name}\n" for name in names)]
+        lines = [f"import {module}", *(f"{module}.{name}" for name in names)]
+        codes.append("\n".join([*lines, f"from {module} import {', '.join(names)}"]))
     codes += [f"import stopmim\n{module}.{PUBLIC[module].split()[0]}\n" for module in LAZY]
     subprocess.run([sys.executable, "-c", TRY], input=json.dumps(codes), text=True, check=True)
 

@@ -76,7 +76,7 @@ def segfault() -> None:
     ],
     ids=["kill", "segfault", "abort", "exit", "raise", "hang"],
 )
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_ends_with_the_name_of_the_image_its_worker_was_reading(
     tmp_path: Path, act: Callable[[], object], said: str, workers: int
 ) -> None:
@@ -107,7 +107,7 @@ def stop() -> None:
 
 
 @pytest.mark.parametrize("act", [kill, stop], ids=["killed", "stopped"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_worker_that_is_lost_once_is_replaced_and_no_sample_is_another(
     tmp_path: Path, act: Callable[[], object], workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

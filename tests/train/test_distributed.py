@@ -325,12 +325,10 @@ def test_what_every_rank_finds_wrong_is_said_however_late_the_first_one_is(tmp_p
         time.sleep(0.3 * (1 - here))
         os._exit(main(words))
 
-    restarts = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for words, env, what in (
         (["pretrian"], {}, 'no command "pretrian"; did you mean "pretrain"?'),
         ([*fine, "--optim.lrr", "1"], {}, "optim.lrr"),
         (["pretrain", "nowhere", *fine[2:]], {}, "nowhere: no such folder or file"),
-        (fine, restarts, "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
         (
             fine,
             {"STOPMIM_TIMEOUT": "5 s"},
@@ -365,10 +363,11 @@ def test_a_world_that_cannot_be_joined_is_never_trained_alone(tmp_path: Path) ->
         pretrain(NoiseImages(), tmp_path / "run", tiny())
 
     second = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "STOPMIM_TIMEOUT": "1"}
-    missing = together(1, tmp_path / "a", job, {"WORLD_SIZE": "2", "STOPMIM_TIMEOUT": "1"})
-    port = together(1, tmp_path / "b", job, second)
-    typo = together(1, tmp_path / "c", job, {"MASTER_PORT": "x"})
-    for (ended,), what in ((missing, "rank 0 of 2"), (port, "rank 1 of 2"), (typo, "rank 0 of 1")):
+    first = {"WORLD_SIZE": "2", "STOPMIM_TIMEOUT": "1"}
+    wrong = {"rank 0 of 2": first, "rank 1 of 2": second, "rank 0 of 1": {"MASTER_PORT": "x"}}
+    started = {what: start(1, tmp_path / what, job, env) for what, env in wrong.items()}
+    for what, processes in started.items():
+        (ended,) = finish(processes, tmp_path / what)
         assert ended.code == 7
         assert f"{what} cannot join the others at" in ended.said
     assert not (tmp_path / "run").exists()

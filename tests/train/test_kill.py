@@ -11,8 +11,7 @@ from kill import SAVING
 
 FEW = [
     "slow:step.end@5",  # the checkpoint of step 3 is being written
-    *("save.copied@2", "save.begin@1", "save.model@2", "save.synced@1", "save.moved@2"),
-    "save.pruned@1",
+    *("save.copied@2", "save.synced@1", "save.pruned@1"),
     "save.renamed@4",  # the run is finished, but has not cleared up
     # a chain: killed at a step, then while saving after the resume, then at the next save
     "step.end@4,save.model@1,save.renamed@1",

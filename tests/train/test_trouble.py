@@ -51,7 +51,7 @@ SKIP = {"on_nonfinite": "skip"}
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_an_update_that_is_not_finite_is_skipped_counted_and_resumed_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
@@ -144,7 +144,7 @@ class Full:
 HALVE = {"on_oom": "halve"}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_batch_that_does_not_fit_is_cut_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_ranks_start_again_with_smaller_parts(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ lost ranks
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_fewer_ranks_continue_after_one_is_lost(tmp_path: Path, lost: int) -> None:
     """The rank that is left saves what it has, if it is the one that writes."""
     config = tiny(runtime={"log_every": 3, "save_every": 99})

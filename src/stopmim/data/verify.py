@@ -15,6 +15,7 @@ import numpy as np
 from stopmim.base.console import busy
 from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
+from stopmim.config.schema import Config
 from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images
 from stopmim.data.looking import look
@@ -29,15 +30,13 @@ def spread(total: int, count: int) -> list[int]:
     return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
 
 
-def digests(
-    images: Images, numbers: Sequence[int], workers: int | None, timeout: float
-) -> dict[int, str]:
+def digests(images: Images, numbers: Sequence[int], config: Config) -> dict[int, str]:
     """Hashes of the readable ones of these images: of the file, or else of the pixels."""
-    watched = Watched(images, workers, timeout)
+    watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     found: dict[int, str] = {}
     with busy("comparing images with those of the first start"):
-        for facts in batches(partial(look_at, watched, look(images)), chunks, watched):
+        for facts in batches(partial(look_at, watched, look(images, config)), chunks, watched):
             found |= _of(facts)
     return found
 

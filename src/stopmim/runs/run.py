@@ -132,9 +132,7 @@ def begin(
         what = f"restore it with stopmim repair {path}, or choose another --out"
         raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
     else:
-        runtime = config.runtime
-        numbers = spread(len(images), SAMPLE)
-        data["sample"] = digests(images, numbers, runtime.workers, runtime.worker_timeout)
+        data["sample"] = digests(images, spread(len(images), SAMPLE), config)
         about = {"id": new_id(), "config": config.model_dump(mode="json"), "data": data}
         about = sealed(json.loads(json.dumps(about | {"starts": [start]})))
     write_whole(file, json.dumps(about, indent=1))
@@ -154,8 +152,7 @@ def _same_content(path: Path, sample: object, images: Images, config: Config) ->
     if not isinstance(sample, dict):  # of an old version
         return
     numbers = [int(i) for i in sample if i.isdecimal() and int(i) < len(images)]
-    runtime = config.runtime
-    found = digests(images, numbers, runtime.workers, runtime.worker_timeout)
+    found = digests(images, numbers, config)
     changed = [i for i, digest in found.items() if sample[str(i)] != digest]
     if changed:
         raise DataError(
