@@ -218,3 +218,11 @@ def test_channels_before_height_and_width_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=stack(4, 12)[:, :20, :20].transpose(0, 3, 1, 2))
     with pytest.raises(DataError, match="0 arrays of images; looked for one"):
         open_images(tmp_path / "a.npz")
+
+
+def test_channels_in_another_order_are_refused_with_the_order_to_give() -> None:
+    pixels = np.zeros((2, 8, 8, 2), np.uint16)
+    stats = PixelStats((0.0, 0.0), (1.0, 1.0), kind="uint16", names=("DAPI", "GFP"))
+    check_like(Arrays(pixels, {}, [], "x", channel_names=["DAPI", "GFP"]), stats)
+    with pytest.raises(DataError, match=r"in another order .* give channels:DAPI,GFP:DATA"):
+        check_like(Arrays(pixels, {}, [], "x", channel_names=["GFP", "DAPI"]), stats)

@@ -127,7 +127,7 @@ class Pack:
         print(
             f"{self.out}: {images:,} images in {len(index.shards)} shards, {mib:,.0f} MiB\n"
             f"prove them with   stopmim check {self.out} --verify\n"
-            f"train with        stopmim pretrain {self.out} --out runs/first"
+            f"train with        stopmim pretrain {self.out} --out runs/{self.out.resolve().name}"
         )
 
 

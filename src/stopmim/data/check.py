@@ -83,7 +83,7 @@ class Report:
             return (
                 f"{self.source}: {len(self.bad)} of {self.scanned} images cannot be read, more "
                 f"than the share of {limit:g} that data.max_bad allows; fix or remove them, or "
-                f"leave them out: stopmim check --fix-list FILE, then pretrain --data.skip FILE "
+                f"leave them out: check --fix-list FILE lists them, for pretrain --data.skip FILE "
                 f"and eval --skip FILE"
             )
         return None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stopmim.base.console import busy
+from stopmim.base.console import busy, warn
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.data import Kind
@@ -83,6 +83,16 @@ def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> N
         raise DataError(
             f"{who} takes images of {wanted}; {images.name(0)} has {seen}; give images like those "
             f"of its training, or some of their channels, as channels:0,1,2:DATA"
+        )
+    if seen.names and stats.names and seen.names != stats.names:
+        if sorted(seen.names) != sorted(stats.names):
+            names = f"{', '.join(seen.names)} instead of {', '.join(stats.names)}"
+            warn(f"{images.name(0)}: channels of other names than {who} was trained on: {names}")
+            return
+        order = ",".join(stats.names)
+        raise DataError(
+            f"{images.name(0)}: its channels are {', '.join(seen.names)}, in another order than "
+            f"{who} was trained on; give channels:{order}:DATA"
         )
 
 

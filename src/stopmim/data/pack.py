@@ -80,9 +80,9 @@ def pack(
             mixed badly; by default more images than are mixed freely are shuffled.
         workers: processes that read and encode; by default one per core.
     """
-    for name, value, least in (("size", size, 1), ("shard-mib", shard_mib, 1)):
-        if value is not None and value < least:
-            raise UserError(f"pack: --{name} {value}: expected {least} or more")
+    for name, value in (("size", size), ("shard-mib", shard_mib)):
+        if value is not None and value < 1:
+            raise UserError(f"pack: --{name} {value}: expected 1 or more")
     if not 1 <= quality <= 100:
         raise UserError(f"pack: --quality {quality}: expected 1 to 100")
     folder = Path(out)
@@ -101,25 +101,29 @@ def pack(
         with Ticker("pack", total) as ticker:
             packing = Packing(folder, plan, ticker)
             shards = [made for split, part in parts.items() for made in packing.shards(split, part)]
-        index = Index(
-            format=FORMAT,
-            stopmim=__version__,
-            kind=kind,
-            size=plan.size,
-            quality=plan.quality,
-            shuffled=plan.shuffle,
-            fingerprints=plan.fingerprints,
-            classes=getattr(images, "classes", []),
-            channel_names=getattr(images, "channel_names", []),
-            shards=shards,
-        )
+        index = _index(plan, images, shards)
         write_whole(folder / INDEX, json.dumps(index.model_dump(), indent=1) + "\n")
         for leftover in folder.glob(".*.json"):
             leftover.unlink()
-    if packing.lost:
-        named = "; ".join(packing.lost[:SHOWN])
-        say(f"{len(packing.lost)} of {total:,} images cannot be read and are left out: {named}")
+    if lost := packing.lost:
+        named = "; ".join(lost[:SHOWN])
+        say(f"{len(lost)} of {total:,} images cannot be read and are left out: {named}")
     return index
+
+
+def _index(plan: Plan, images: Images, shards: list[PackedShard]) -> Index:
+    return Index(
+        format=FORMAT,
+        stopmim=__version__,
+        kind=plan.kind,
+        size=plan.size,
+        quality=plan.quality,
+        shuffled=plan.shuffle,
+        fingerprints=plan.fingerprints,
+        classes=getattr(images, "classes", []),
+        channel_names=getattr(images, "channel_names", []),
+        shards=shards,
+    )
 
 
 @contextlib.contextmanager

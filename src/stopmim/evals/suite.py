@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stopmim.base.console import say
+from stopmim.base.console import busy, say
 from stopmim.base.errors import UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import read_regular
@@ -116,9 +116,14 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
         facts = protocol.facts(inputs)
         facts |= {"options": changed} if (changed := _changed(protocol, facts)) else {}
         chance = _chance(inputs, label) if label else None
-        for result, correct in protocol.measure(inputs, label):
-            result = dataclasses.replace(result, chance=chance, facts=facts)
-            found.append(Measured(result, correct))
+        answers = iter(protocol.measure(inputs, label))
+        while True:
+            with busy(f"{protocol.name} {label}".rstrip()):  # a sign of life where it takes long
+                answer = next(answers, None)
+            if answer is None:
+                break
+            result = dataclasses.replace(answer[0], chance=chance, facts=facts)
+            found.append(Measured(result, answer[1]))
             yield found[-1]
     if key is not None:
         text = json.dumps([dataclasses.asdict(m.result) for m in found])

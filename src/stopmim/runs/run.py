@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from stopmim._version import __version__
+from stopmim.base.console import say
 from stopmim.base.errors import CheckpointError, DataError, UserError
 from stopmim.base.files import append_jsonl, read_jsonl, sweep, write_whole
 from stopmim.base.secrets import hide
@@ -118,6 +119,10 @@ def begin(
         "git": git_state(),
     }
     data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
+    saved = any((path / "checkpoints").glob("step-*"))
+    if file.exists() and not saved and _differs(path, config, images):
+        say(f"{path}: begins anew, with another config or other images; nothing had been saved")
+        file.unlink()
     if file.exists():
         about = begun(path)
         _same_config(path, about["config"], config)
@@ -128,7 +133,7 @@ def begin(
             )
         _same_content(path, old.get("sample"), images, config)
         about["starts"].append(start)
-    elif any((path / "checkpoints").glob("step-*")):
+    elif saved:
         what = f"restore it with stopmim repair {path}, or choose another --out"
         raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
     else:
@@ -136,6 +141,13 @@ def begin(
         about = {"id": new_id(), "config": config.model_dump(mode="json"), "data": data}
         about = sealed(json.loads(json.dumps(about | {"starts": [start]})))
     write_whole(file, json.dumps(about, indent=1))
+
+
+def _differs(path: Path, config: Config, images: Images) -> bool:
+    """Whether the run at `path` has another config, or other images."""
+    about = begun(path)
+    changed = changed_key(about["config"], config.model_dump(mode="json"))
+    return bool(changed) or about["data"]["fingerprint"] != images.fingerprint
 
 
 def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:

@@ -108,6 +108,12 @@ def warnings(plan: Plan) -> list[str]:
         said.append(
             f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
         )
+    if facts.side > 16 * DETAIL and config.data.crop_pixels is None:
+        said.append(
+            f"images of {facts.side:,} px: train on parts of them with --data.crops_per_image 1024 "
+            f"--data.crop_pixels '[{size}, {4 * size}]'"
+        )
+        return said
     reading = facts.read_seconds * config.optim.batch_size / max(1, facts.workers)
     if facts.side > 4 * DETAIL and reading > plan.seconds / plan.updates / 2:
         said.append(

@@ -17,21 +17,19 @@ from stopmim.base.console import Ticker, busy, say, warn
 from stopmim.base.errors import (
     CheckpointError,
     InterruptedRunError,
-    ResourceError,
     StorageError,
     UserError,
 )
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import write_whole
-from stopmim.base.memory import is_out_of_memory, shortage
+from stopmim.base.memory import is_out_of_memory
 from stopmim.base.secrets import hide, shown
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config, override
 from stopmim.data.images import Images
 from stopmim.data.loading import loader, steps_per_epoch
 from stopmim.data.order import shares
-from stopmim.data.skip import without_skipped
-from stopmim.data.sources.open import keep_outside, open_images, source_of
+from stopmim.data.sources.open import keep_outside
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.health.doctor import Watch
@@ -46,6 +44,7 @@ from stopmim.train import advice
 from stopmim.train.channels import settle_channels
 from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
+from stopmim.train.images import open_for_run
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
 from stopmim.train.plan import first_config
@@ -93,9 +92,7 @@ def pretrain(
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
             try:
-                images = _read(data)
-                source = source_of(data, images)
-                images = without_skipped(images, config.data.skip)
+                images, source = open_for_run(data, config, path)
                 changes = settle_channels(config, overrides, images, path, world)
                 config = advice.settle(preset, changes, images, device, path, world.size)
                 config = with_parts_of(path, config)  # if they did not fit into memory before
@@ -221,15 +218,6 @@ def train(
 
 
 # ------------------------------------------------------------------------------ setting up
-
-
-def _read(data: str | Path | Images) -> Images:
-    try:
-        with busy(f"reading {data}"):
-            return open_images(data)
-    except MemoryError as error:
-        what = f"{data}: out of memory while it is read: {shortage(error)}"
-        raise ResourceError(f"{what}; use fewer images, or single files in a folder") from None
 
 
 class _Training:

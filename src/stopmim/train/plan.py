@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,9 @@ def plan_run(
     ranks: int = 1,
 ) -> Plan:
     """Settles what depends on the images and the machine; `out` may be a run to resume."""
+    crops = dict(flatten(changes)).get("data.crops_per_image")
+    if isinstance(crops, int) and crops > 1:  # an epoch has so many times the samples
+        facts = replace(facts, count=crops * facts.count, read_seconds=facts.read_seconds / crops)
     resumed = Run(out).config if out and (out / "run.json").exists() else None
     if preset is None and resumed:
         return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)
