@@ -124,6 +124,10 @@ def markdown(done: Record, long: Mapping[str, int]) -> str:
     for (name, cases, *cells), one in zip(rows(done.outcomes)[1:], done.outcomes, strict=True):
         numbers = [cases, f"{long[name]:,}", *cells]
         lines.append(f"| `{name}` | {one.claim} | {' | '.join(numbers)} |")
+    ran = {one.family: one.cases for one in done.outcomes}
+    short = [f"`{name}`" for name, count in long.items() if ran.get(name, 0) < count]
+    if short:
+        lines += ["", f"Below the long form: {', '.join(short)}."]
     return "\n".join(lines)
 
 

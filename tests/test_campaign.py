@@ -119,4 +119,5 @@ def test_a_page_gets_the_table_of_one_or_more_campaigns(tmp_path: Path) -> None:
     assert "old" not in text
     assert "seed 7, stopmim" in text
     assert "at commit `abc`" in text
+    assert "Below the long form: `checkpoints`, `run_files`" in text
     assert "| `kills` | nothing is lost | 2,000 | 320 | 2 | 2:02 | 620 kills |" in text
