@@ -62,6 +62,12 @@ def in_reach(
         window.close()
 
 
+def is_summed(images: Images) -> bool:
+    """Whether images are in remote files whose checksums are compared when they are fetched."""
+    _, files = _remote(images)
+    return files is not None and not any(remote.is_single for remote in files.remotes)
+
+
 def _remote(images: Images) -> tuple[Callable[[np.ndarray], list[int]], RemoteFiles | None]:
     """The remote files of `images`, if any, and which of them hold images of given numbers."""
     if isinstance(images, Subset):

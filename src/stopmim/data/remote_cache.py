@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError
@@ -172,27 +172,41 @@ def _untimed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _unlocked_after(file: IO[bytes]) -> Iterator[None]:
+    """Ends a lock that closing would not: a worker forked meanwhile has the file open as well."""
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
 def _part(path: Path, remote: Remote) -> Iterator[BufferedRandom | None]:
     """The unfinished copy, locked; None if another process has just finished it."""
     name = path.with_name(f"{path.name}-{remote.about.size}.part")
-    with open(name, "ab+") as part:
+    with open(name, "ab+") as part, _unlocked_after(part):
         seen, since = -1, time.monotonic()
         while True:
             try:
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:  # another process fetches it, and gives up by itself
+                if not _has_name(part, name):
+                    break  # it is complete, and held: as long as that lasts
                 if seen != (seen := os.fstat(part.fileno()).st_size):
                     since = time.monotonic()
                 if time.monotonic() - since > 2 * patience():
                     what = f"another process has been fetching it for {2 * patience():.0f} s"
                     raise RemoteError(f"{remote.url}: {what} without a byte") from None
                 time.sleep(POLL)
-        try:
-            same = os.path.samestat(os.fstat(part.fileno()), os.stat(name))
-        except FileNotFoundError:
-            same = False
-        yield part if same else None
+        yield part if _has_name(part, name) else None
+
+
+def _has_name(file: IO[bytes], name: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(name))
+    except FileNotFoundError:
+        return False
 
 
 def _complete(remote: Remote, part: BufferedRandom, keep: bool) -> None:
@@ -258,7 +272,7 @@ def _make_room(place: Path, size: int) -> None:
     if _slack >= 0:
         return
     limit = budget()
-    with open(place / "lock", "ab") as lock:  # one process at a time counts
+    with open(place / "lock", "ab") as lock, _unlocked_after(lock):  # one at a time counts
         fcntl.flock(lock, fcntl.LOCK_EX)
         copies = sorted(_copies(place))
         over = sum(taken for _, taken, _ in copies) - limit

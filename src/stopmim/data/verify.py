@@ -16,6 +16,7 @@ from stopmim.base.console import busy
 from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
 from stopmim.config.schema import Config
+from stopmim.data.ahead import is_summed
 from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images
 from stopmim.data.looking import look
@@ -31,7 +32,12 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def digests(images: Images, numbers: Sequence[int], config: Config) -> dict[int, str]:
-    """Hashes of the readable ones of these images: of the file, or else of the pixels."""
+    """Hashes of the readable ones of these images: of the file, or else of the pixels.
+
+    None of images in remote shards: they are compared as a whole, and each would be fetched.
+    """
+    if is_summed(images):
+        return {}
     watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     found: dict[int, str] = {}
