@@ -171,30 +171,36 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedR
 
     A pipe would block forever, a device such as /dev/zero never ends, and any name may lead there.
     """
-    shown = os.fsdecode(path)
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError:  # a zero byte
-        raise OSError(errno.EINVAL, "no name of a file", shown) from None
-    try:
-        status = os.fstat(handle)
-        if stat.S_ISDIR(status.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), shown)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", shown)
-        if status.st_size > limit:
-            raise OSError(errno.EFBIG, f"more than {limit} bytes", shown)
-        return open(handle, "rb")
-    except OSError:
-        os.close(handle)
-        raise
+    return open(_opened(path, limit)[0], "rb")
 
 
 def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
     """The bytes of a file that `open_to_read` opens."""
-    with open_to_read(path, limit) as file:
-        # No more than that, should it grow meanwhile; `read` takes the memory for it at once.
-        return file.read(os.fstat(file.fileno()).st_size)
+    handle, size = _opened(path, limit)
+    try:
+        data = os.read(handle, size)  # no more than that, should it grow meanwhile
+        while len(data) < size and (more := os.read(handle, size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(handle)
+
+
+def _opened(path: str | bytes | Path, limit: int) -> tuple[int, int]:
+    """A descriptor of a regular file, and its size."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a zero byte
+        raise OSError(errno.EINVAL, "no name of a file", os.fsdecode(path)) from None
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
+        return handle, status.st_size
+    os.close(handle)
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fsdecode(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fsdecode(path))
+    raise OSError(errno.EFBIG, f"more than {limit} bytes", os.fsdecode(path))
 
 
 @contextlib.contextmanager

@@ -191,8 +191,10 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     """Decodes a JPEG by simplejpeg; None for anything unusual, which Pillow should decode."""
     if simplejpeg is None or data[:2] != b"\xff\xd8":
         return None
-    at = 2
+    at, planes = 2, b""  # number of colour planes, of a frame that is not progressive
     while data[at : at + 1] == b"\xff" and data[at + 1 : at + 2] not in (b"\xda", b"\xff"):
+        if data[at + 1 : at + 2] in (b"\xc0", b"\xc1"):
+            planes = data[at + 9 : at + 10]
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     if data[at : at + 2] != b"\xff\xda" or _ORIENTATION_TAG.search(data, 0, at):
         return None
@@ -201,7 +203,8 @@ def _decode_plain_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         if colours not in ("RGB", "YCbCr", "Gray"):
             return None
         _check_size(height, width, max_pixels)
-        _check_scans(data, height * width)
+        if data[at + 4 : at + 5] != planes:  # else the first scan has all of them, and is the last
+            _check_scans(data, height * width)  # which reads the whole file: a tenth of the time
         return simplejpeg.decode_jpeg(data)
     except ValueError:
         # Pillow tolerates a few stray bytes, and which files are bad must not depend on an extra.
