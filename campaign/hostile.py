@@ -139,7 +139,7 @@ def mutant(case: Case) -> Hostile:
 
 FAMILY = Family(
     "hostile",
-    "a hostile file executes nothing and costs one line, 20 s and 1 GB at most",
+    "a hostile file executes nothing and costs one line, 20 s of CPU and 1 GB at most",
     quick=250,
     long=5000,
     case=case,
