@@ -29,7 +29,7 @@ check: .venv/dev ## lint, format and types
 
 test: .venv/dev ## the fast tests: under four minutes on two CPU cores
 	@.ci/browser
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 3 # on two cores: many wait for processes of their own
 
 test-all: .venv/dev ## every test, the slow ones included
 	@.ci/browser

@@ -98,6 +98,7 @@ def test_every_hostile_file_is_one_line_and_exit_code_4(
         assert name in text or len(name) > 100 or not name.isprintable(), (key, text)
 
 
+@pytest.mark.slow
 def test_nothing_is_executed_and_nothing_is_written(answers: tuple[dict[str, Any], Path]) -> None:
     said, root = answers
     assert not (root / CANARY).exists()
