@@ -97,7 +97,8 @@ def warnings(plan: Plan) -> list[str]:
             f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "
             f"here; --preset {suits} is for CPUs"
         )
-    if min(facts.side, DETAIL) >= 2 * size:
+    parts = config.data.crop_pixels is not None  # are seen as they are
+    if min(facts.side, DETAIL) >= 2 * size and not parts:
         finer = "photos_s16 on a GPU" if on_cpu else suits
         said.append(
             f"images of {facts.side} px are reduced to {size} px, and fine detail is lost; "
@@ -108,7 +109,7 @@ def warnings(plan: Plan) -> list[str]:
         said.append(
             f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
         )
-    if facts.side > 16 * DETAIL and config.data.crop_pixels is None:
+    if not parts and facts.side > (8 if facts.count < 10 else 16) * DETAIL:
         said.append(
             f"images of {facts.side:,} px: train on parts of them with --data.crops_per_image 1024 "
             f"--data.crop_pixels '[{size}, {4 * size}]'"
