@@ -23,7 +23,7 @@ from stopmim.evals.heads import Split, grid, train_heads
 from stopmim.evals.recipes import OWN, TASKS, Recipe
 from stopmim.evals.showing import Kept, Showing
 from stopmim.evals.views import middle
-from stopmim.gpu import copies
+from stopmim.gpu import blocks, copies
 from stopmim.gpu.attention import attend
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision
@@ -70,7 +70,7 @@ SEVERAL: dict[str, Any] = {
     ],
 )
 def test_short_attention_is_attention(batch: int, n: int, heads: int, d: int, first: int) -> None:
-    from stopmim.gpu.kernels import short_attention
+    from stopmim.gpu.kernels.attention import short_attention
 
     shape = (batch, n, 3 * heads * d)
     qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -94,7 +94,7 @@ def test_wide_heads_are_left_to_torch_and_not_too_large_for_a_gpu(n: int, heads:
 
 
 def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
-    from stopmim.gpu.kernels import gelu
+    from stopmim.gpu.kernels.gelu import gelu
 
     x = torch.linspace(-8, 8, 65537, device="cuda").bfloat16().requires_grad_()
     expected = F.gelu(x.double())
@@ -443,3 +443,94 @@ def test_a_checkpoint_written_beside_later_updates_is_that_of_its_step(tmp_path:
 def test_saving_a_vit_b_pauses_training_for_a_fifth_of_a_second_at_most() -> None:
     waits, beside = map(json.loads, bench_saving(None, {}).splitlines())
     assert beside["longest_pause_ms"] <= 200 < waits["longest_pause_ms"]
+
+
+# ------------------------------------------------------------------------------ fused kernels
+
+
+FUSED: dict[str, Any] = {"runtime.kernels": "fused"}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float(((found.double() - expected.double()).norm() / expected.double().norm()).detach())
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [384, 768, 1024, 1280, 24])
+@pytest.mark.parametrize("last", [True, False])
+def test_adding_and_norming_at_once_is_both_and_so_are_all_gradients(
+    width: int, stream: torch.dtype, last: bool
+) -> None:
+    """More tokens than programs, and not a multiple; of a `last` block nobody reads the sum."""
+    from stopmim.gpu.kernels.norm import add_norm
+
+    shape = (7, 301, width)
+    x, above = (torch.randn(shape, device="cuda").to(stream) for _ in range(2))
+    delta, above_h = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    given = [x, delta, *(torch.randn(width, device="cuda") for _ in range(3))]
+    inputs = [v.requires_grad_() for v in given]
+    exact = [v.detach().double().requires_grad_() for v in given]
+    ours = add_norm(*inputs, 1e-6, torch.bfloat16)[:2]
+    y = exact[0] + exact[1] + exact[2]
+    theirs = y, F.layer_norm(y, y.shape[-1:], exact[3], exact[4], 1e-6)
+    grads = [above_h] if last else [above, above_h]
+    found = torch.autograd.grad(ours[last:], inputs, grads)
+    wanted = torch.autograd.grad(theirs[last:], exact, [g.double() for g in grads])
+    assert [v.dtype for v in (*ours, *found[:2])] == [stream, torch.bfloat16] * 2
+    for a, b in zip((*ours, *found), (*theirs, *wanted), strict=True):
+        exactly = a.dtype == stream == torch.float32
+        assert relative(a, b) < (1e-5 if exactly else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "d", "first"),
+    [(85, 12, 32, 0), (85, 12, 32, 52), (116, 16, 24, 73), (73, 16, 80, 0), (128, 2, 64, 100)],
+)
+def test_attention_by_blocks_is_attention(n: int, heads: int, d: int, first: int) -> None:
+    from stopmim.gpu.kernels.blockwise import block_attention
+
+    shape = (4, n, 3 * heads * d)
+    # Scores far from 0 too: keys beyond the last must not count, however small the others are.
+    qkv = 3 * torch.randn(shape, device="cuda") - 2
+    qkv = qkv.bfloat16().requires_grad_()
+    q, k, v = qkv.double().unflatten(2, (3, heads, d)).permute(2, 0, 3, 1, 4)
+    expected = F.scaled_dot_product_attention(q[:, :, first:], k, v).transpose(1, 2).flatten(2)
+    above = torch.randn_like(expected).bfloat16()
+    found = block_attention(qkv, heads, first)[0]
+    assert relative(found, expected) < 1e-2
+    (found_grad,) = torch.autograd.grad(found, qkv, above)
+    (expected_grad,) = torch.autograd.grad(expected, qkv, above.double())
+    assert relative(found_grad, expected_grad) < 2e-2
+    width = heads * d
+    assert not found_grad[:, :first, :width].any()  # no queries
+
+
+def test_fused_kernels_give_the_losses_of_the_usual_ones_compiled_recorded_and_plain() -> None:
+    fused = {how: updates(how, 6, **FUSED) for how in ("off", "on", "auto")}
+    for losses in fused.values():
+        torch.testing.assert_close(losses, twelve("off")[:6], rtol=5e-3, atol=0)
+
+
+def test_fused_kernels_are_what_fused_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test above would compare the usual ones with themselves."""
+    seen, fused = [], blocks.fused
+
+    def noted(some: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
+        seen.append(first)
+        return fused(some, x, norm, first)
+
+    monkeypatch.setattr(blocks, "fused", noted)
+    updates("off", 1, **FUSED)
+    assert len(seen) == 3  # target encoder, encoder, predictor
+    updates("off", 1, **FUSED, **VARIANTS["recomputed"])
+    assert len(seen) == 4  # the target encoder alone, which keeps nothing
+
+
+def test_a_run_goes_on_with_other_kernels(tmp_path: Path) -> None:
+    options = SMALL | {"runtime.log_every": 1}
+    whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)
+    pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", stop_at=3, **options)
+    options |= FUSED
+    cut = pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", **options)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)

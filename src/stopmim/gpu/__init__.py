@@ -1,1 +1,1 @@
-"""How it is computed: attention and GELU kernels, CUDA graphs, devices, sharded tensors."""
+"""How it is computed: the way through blocks, kernels, CUDA graphs, devices, sharded tensors."""

@@ -1,0 +1,228 @@
+"""How fast the fused kernels are, and how exact.
+
+Each is compared with the usual way, at the sizes that a training step has: LayerNorm after a
+residual addition as torch compiles it, attention as `gpu/attention.py` has it. Both are recorded as
+CUDA graphs, so that launches cost nothing, and timed in turn. Errors are against float64, for fresh
+random inputs. The fewest bytes that must be moved, at the rate of a large copy, are the floor.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stopmim.base.errors import UserError
+from stopmim.bench.step import BATCH, PUBLISHED, usual
+from stopmim.bench.timing import Line, machine, record_lines
+from stopmim.config.architectures import parse_arch
+from stopmim.gpu.attention import HAVE_TRITON, attend
+from stopmim.gpu.blocks import BY_BLOCKS
+from stopmim.gpu.devices import compiled
+from stopmim.method.build import draw_masks
+from stopmim.train.cost import likeliest_step
+
+PRESETS = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop", "small_images")
+EPS = 1e-6
+COPY = 2**30  # bytes of the copy that gives the rate of memory
+MS = 20  # of one measurement
+# Of `norm.RESIDENT` and `norm.STAGES`: which is fastest cannot be told without a GPU.
+CHOICES = [(resident, stages) for resident in (16, 24, 32, 40) for stages in (1, 2, 3)]
+
+
+class Tokens(NamedTuple):
+    """The input of a block: `n` tokens for each of `batch` images, of heads * channels."""
+
+    where: str
+    batch: int
+    n: int
+    heads: int
+    channels: int  # of a head
+
+
+class Case(NamedTuple):
+    """One operation two ways, with its inputs and the gradients of its outputs."""
+
+    ours: Callable[..., tuple[Tensor, ...]]
+    usual: Callable[..., tuple[Tensor, ...]]
+    plain: Callable[..., tuple[Tensor, ...]]  # for float64
+    inputs: list[Tensor]
+    above: list[Tensor]
+    bytes: tuple[int, int]  # that must be moved, forward and backward
+
+
+def bench_kernels(*, rounds: int = 10, out: Path | None = None) -> str:
+    """Times every fused kernel at every size of the presets; returns JSON lines."""
+    device = torch.device("cuda")
+    if not HAVE_TRITON:
+        raise UserError("bench kernels: needs a GPU with triton; run it where there is one")
+    rate = _copy_rate(device)
+    first: Line = {"bench": "kernels, copy", "gb_per_s": round(rate / 1e9), **machine(device)}
+    lines = [first]
+    for preset in PRESETS:
+        for tokens in _sizes(preset):
+            about = {"preset": preset} | tokens._asdict()
+            for stream in (torch.float32, torch.bfloat16):
+                line: Line = {"bench": "kernels, add and norm"} | about | {"stream": str(stream)}
+                lines.append(line | _measure(_norm(tokens, stream, device), rate, rounds))
+            if tokens.n > BY_BLOCKS:
+                line = {"bench": "kernels, attention"} | about
+                lines.append(line | _measure(_attention(tokens, device), rate, rounds))
+    for tokens in _sizes(PRESETS[0]):
+        lines += _choices(tokens, device)
+    return record_lines(lines, out, "kernels")
+
+
+def _sizes(preset: str) -> list[Tokens]:
+    """Context and predictor of a step with the published masks, or the likeliest own ones."""
+    config = usual(preset, {"runtime.device": "cuda"})
+    batch, width = BATCH[config.arch], config.predictor.width
+    if config.arch in PUBLISHED:
+        seen, asked = PUBLISHED[config.arch]
+    else:
+        (masks,) = draw_masks(config, likeliest_step(config), [slice(0, 2)], torch.device("cpu"))
+        seen, asked = masks.context.shape[1], masks.targets.shape[2]
+    size, heads = parse_arch(config.arch)[0], config.predictor.heads or 1
+    both = config.masking.targets * batch
+    return [
+        Tokens("context", batch, seen, size.heads, size.width // size.heads),
+        Tokens("predictor", both, seen + asked, heads, width // heads),
+    ]
+
+
+# ------------------------------------------------------------------------------ the operations
+
+
+def _add_norm(
+    x: Tensor, delta: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
+) -> tuple[Tensor, ...]:
+    y = x + (delta + bias.to(delta.dtype)).to(x.dtype)
+    return y, F.layer_norm(y.to(gamma.dtype), y.shape[-1:], gamma, beta, EPS).to(delta.dtype)
+
+
+def _norm(tokens: Tokens, stream: torch.dtype, device: torch.device) -> Case:
+    from stopmim.gpu.kernels.norm import add_norm
+
+    def ours(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return add_norm(*inputs, EPS, torch.bfloat16)[:2]
+
+    width = tokens.heads * tokens.channels
+    shape = (tokens.batch, tokens.n, width)
+    make = partial(torch.randn, device=device)
+    x, above_y = (make(shape).to(stream) for _ in range(2))
+    delta, above_h = (make(shape).bfloat16() for _ in range(2))
+    features, wide = x.numel(), x.element_size()
+    moved = features * (2 * wide + 4), features * (3 * wide + 4)
+    inputs = [x, delta, *(make(width) for _ in range(3))]
+    return Case(ours, compiled(_add_norm), _add_norm, inputs, [above_y, above_h], moved)
+
+
+def _attention(tokens: Tokens, device: torch.device) -> Case:
+    from stopmim.gpu.kernels.blockwise import block_attention
+
+    heads, width = tokens.heads, tokens.heads * tokens.channels
+
+    def plain(qkv: Tensor) -> tuple[Tensor]:
+        q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return (F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2),)
+
+    shape = (tokens.batch, tokens.n, width)
+    qkv = torch.randn(*shape[:2], 3 * width, device=device).bfloat16()
+    above = torch.randn(shape, device=device).bfloat16()
+    return Case(
+        ours=lambda qkv: block_attention(qkv, heads, 0)[:1],
+        usual=lambda qkv: (attend(qkv, heads),),
+        plain=plain,
+        inputs=[qkv],
+        above=[above],
+        bytes=(8 * above.numel(), 16 * above.numel()),
+    )
+
+
+# ------------------------------------------------------------------------------ measuring
+
+
+def _measure(case: Case, rate: float, rounds: int) -> Line:
+    """Errors of our results, and times of both ways in microseconds, forward and backward."""
+    line: Line = {"error": _error(case)}
+    times = _times({"": case.ours, "usual_": case.usual}, case, rounds)
+    for name, (forward, both) in times.items():
+        spent = {"forward": forward, "backward": both - forward}
+        for way, moved in zip(spent, case.bytes, strict=True):
+            line[f"{name}{way}_us"] = round(1e3 * spent[way], 1)
+            line[f"{name}{way}_of_copy"] = round(moved / rate / (1e-3 * spent[way]), 3)
+    line["bytes"] = case.bytes
+    return line
+
+
+def _error(case: Case) -> list[float]:
+    """Relative errors of outputs and gradients."""
+    found, expected = (
+        _both(f, [x.to(t).requires_grad_() for x, t in zip(case.inputs, types, strict=True)], above)
+        for f, types, above in (
+            (case.ours, [x.dtype for x in case.inputs], case.above),
+            (case.plain, [torch.float64] * len(case.inputs), [g.double() for g in case.above]),
+        )
+    )
+    pairs = zip(found, expected, strict=True)
+    return [float(f"{float((a.double() - b).norm() / b.norm()):.2g}") for a, b in pairs]
+
+
+def _both(
+    function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], above: list[Tensor]
+) -> list[Tensor]:
+    results = function(*inputs)
+    gradients = torch.autograd.grad(results, inputs, above)
+    return [x.detach() for x in (*results, *gradients)]
+
+
+def _times(
+    functions: dict[str, Callable[..., tuple[Tensor, ...]]], case: Case, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of forward alone, and of both ways, of each function."""
+    from triton.testing import do_bench_cudagraph
+
+    kept: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
+    inputs = [x.detach().requires_grad_() for x in case.inputs]
+    for _ in range(rounds):
+        for name, function in functions.items():
+            with torch.no_grad():
+                forward = do_bench_cudagraph(
+                    lambda f=function: f(*inputs), MS, return_mode="median"
+                )
+            both = do_bench_cudagraph(
+                lambda f=function: _both(f, inputs, case.above), MS, return_mode="median"
+            )
+            kept[name].append((forward, both))
+    return {
+        name: (statistics.median(a for a, _ in some), statistics.median(b for _, b in some))
+        for name, some in kept.items()
+    }
+
+
+def _choices(tokens: Tokens, device: torch.device) -> Iterator[Line]:
+    """Times of the norm with other numbers of programs and stages."""
+    from stopmim.gpu.kernels import norm
+
+    case = _norm(tokens, torch.float32, device)
+    for resident, stages in CHOICES:
+        with mock.patch.multiple(norm, RESIDENT=resident, STAGES=stages):
+            ((forward, both),) = _times({"": case.ours}, case, 3).values()
+        line: Line = {"bench": "kernels, choice", "where": tokens.where, "resident": resident}
+        spent = {"forward_us": 1e3 * forward, "backward_us": 1e3 * (both - forward)}
+        yield line | {"stages": stages} | {name: round(us, 1) for name, us in spent.items()}
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second of a large copy, read and written."""
+    from triton.testing import do_bench_cudagraph
+
+    source = torch.randint(0, 256, (COPY,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [do_bench_cudagraph(lambda: target.copy_(source), MS) for _ in range(3)]
+    return 2 * COPY / (1e-3 * min(times))

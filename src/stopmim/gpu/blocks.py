@@ -1,0 +1,109 @@
+"""The way through transformer blocks: block by block, or by fused kernels.
+
+Fused, a residual addition and the norm after it are one kernel (`kernels/norm.py`), and attention
+goes backward by blocks (`kernels/blockwise.py`). The numbers are the same but for rounding. This is
+the only place that chooses.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stopmim.base.console import warn
+from stopmim.gpu.attention import HAVE_TRITON, attend, gelu, is_short
+from stopmim.gpu.sharding import is_sharded
+
+Kernels = Literal["usual", "fused"]
+WIDEST = 4096  # channels of a token that one program can hold
+BY_BLOCKS = 64  # tokens; the usual kernel spills no registers up to here
+
+
+def through(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    norm: nn.Module,
+    first: int = 0,
+    *,
+    recompute: bool = False,
+    kernels: Kernels = "usual",
+) -> Tensor:
+    """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D).
+
+    The last block skips tokens before `first`, which nobody reads. `recompute` stores only block
+    inputs and recomputes the rest in backward.
+    """
+    *before, last = blocks
+    recompute = recompute and torch.is_grad_enabled()
+    if kernels == "fused" and not recompute and _fits(x, norm):
+        return fused([*before, last], x, norm, first)
+    for block in before:
+        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    if recompute and not first:
+        return norm(checkpoint(last, x, use_reentrant=False))
+    return norm(last(x, first))
+
+
+def fused(blocks: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
+    """The same by fused kernels, under autocast. A block has the names of `method.encoder.Block`.
+
+    x is the residual stream; h is its norm, in half precision for the next layer.
+    """
+    half = torch.get_autocast_dtype(x.device.type)
+    h = blocks[0].norm1(x)
+    for i, block in enumerate(blocks):
+        last = i + 1 == len(blocks)
+        skipped = first if last else 0
+        attn, mlp, after = block.attn, block.mlp, norm if last else blocks[i + 1].norm1
+        mixed = _attend(attn.qkv(h), attn.heads, skipped)
+        x, h = _add_norm(x[:, skipped:], mixed, attn.proj, block.norm2, half)
+        dtype = torch.float32 if last else half  # what `norm` returns under autocast
+        x, h = _add_norm(x, gelu(mlp.fc1(h)), mlp.fc2, after, dtype)
+    return h
+
+
+def _add_norm(
+    x: Tensor, mixed: Tensor, layer: nn.Linear, norm: nn.LayerNorm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + layer(mixed), and the norm of that."""
+    from stopmim.gpu.kernels.norm import add_norm  # needs triton
+
+    delta = F.linear(mixed, layer.weight)  # its bias is added, and its gradient summed, below
+    y, h, *_ = add_norm(x, delta, layer.bias, norm.weight, norm.bias, norm.eps, dtype)
+    return y, h
+
+
+def _attend(qkv: Tensor, heads: int, first: int) -> Tensor:
+    from stopmim.gpu.kernels.blockwise import block_attention  # needs triton
+
+    if qkv.shape[1] > BY_BLOCKS and is_short(qkv.shape[1], qkv.shape[2] // (3 * heads)):
+        return block_attention(qkv, heads, first)[0]
+    return attend(qkv, heads, first)
+
+
+def _fits(x: Tensor, norm: nn.Module) -> bool:
+    """Whether fused kernels can be used; elsewhere the usual ones are, and give the same."""
+    half = x.is_cuda and torch.is_autocast_enabled("cuda")
+    sharded = any(is_sharded(p) for p in norm.parameters())
+    return HAVE_TRITON and half and not sharded and x.shape[-1] <= WIDEST
+
+
+@cache  # once per process
+def warn_unless_fused(
+    device: torch.device, amp: torch.dtype | None, width: int, recompute: bool, sharded: bool
+) -> None:
+    """Says why `runtime.kernels: fused` is without effect, if it is."""
+    reasons = {
+        "a GPU": device.type != "cuda",
+        "triton": device.type == "cuda" and not HAVE_TRITON,
+        "bf16 or fp16": amp is None,
+        f"at most {WIDEST} channels": width > WIDEST,
+        "runtime.recompute: off": recompute,
+        "runtime.parallel: ddp": sharded,
+    }
+    if missing := [needed for needed, lacks in reasons.items() if lacks]:
+        warn(f"runtime.kernels: fused needs {missing[0]}; continuing with the usual kernels")

@@ -1,0 +1,1 @@
+"""Triton kernels, one file each with its mathematics first. Importing them needs triton."""
