@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from helpers import golden, golden_about, seeded, under
 from stopmim.config.architectures import SIZES, parse_arch
+from stopmim.gpu import blocks
 from stopmim.gpu.attention import is_short
 from stopmim.method.encoder import Block, PatchEmbed, VisionTransformer, initialise, take
 from stopmim.method.positions import sincos_2d
@@ -317,6 +318,44 @@ def test_our_kernel_is_asked_only_for_tiles_that_a_gpu_can_hold(
     tokens: int, channels: int, fits: bool
 ) -> None:
     assert is_short(tokens, channels) == fits
+
+
+def test_fused_kernels_without_a_gpu_are_the_usual_ones() -> None:
+    torch.manual_seed(0)
+    encoder, images = VisionTransformer(16, 4, 24, 2, 2), torch.randn(2, 3, 16, 16)
+    usual = encoder(images)
+    encoder.kernels = "fused"
+    assert torch.equal(encoder(images), usual)
+    with torch.autocast("cpu", torch.bfloat16):  # which on a GPU is enough
+        assert encoder(images).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "amp", "recompute", "sharded", "needed"),
+    [
+        ("cpu", None, False, False, "a GPU"),
+        ("cuda", None, False, False, "bf16 or fp16"),
+        ("cuda", torch.bfloat16, True, False, "runtime.recompute: off"),
+        ("cuda", torch.bfloat16, False, True, "runtime.parallel: ddp"),
+        ("cuda", torch.bfloat16, False, False, None),
+    ],
+)
+def test_fused_kernels_that_cannot_be_used_are_reported_once(
+    device: str,
+    amp: torch.dtype | None,
+    recompute: bool,
+    sharded: bool,
+    needed: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(blocks, "HAVE_TRITON", True)
+    blocks.warn_unless_fused.cache_clear()
+    for _ in range(2):
+        blocks.warn_unless_fused(torch.device(device), amp, 384, recompute, sharded)
+    told = capsys.readouterr().err
+    assert told.count("continuing with the usual kernels") == (needed is not None)
+    assert needed is None or f"runtime.kernels: fused needs {needed};" in told
 
 
 def test_recomputing_activations_changes_no_gradient() -> None:

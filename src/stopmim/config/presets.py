@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from stopmim.config.schema import Config, flatten, override
+from stopmim.base.errors import UserError, did_you_mean
+from stopmim.config.schema import Config, flatten, from_yaml, override
 from stopmim.config.section import Section
-from stopmim.config.yaml_text import parse_yaml, validate
+from stopmim.config.yaml_text import parse_yaml, read_yaml, validate
 
 IMAGENET = 1_281_167  # training images of ImageNet-1k
 ENOUGH = 2000  # updates; runs of docs/results.md half as long had not learned what k-NN can use
@@ -27,6 +28,10 @@ class Cost(Section):
     """size of the data set that this time and the preset's epochs are for"""
     is_lower_bound: bool = False
     note: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.hours or self.minutes)
 
     @property
     def text(self) -> str:
@@ -114,6 +119,19 @@ def _load(path: Path) -> dict[str, Preset]:
 
 
 PRESETS = _load(Path(__file__).with_name("presets.yaml"))
+
+
+def find_config(preset: str | Path) -> Config:
+    """The config of a preset, or of a YAML file as `pretrain --dry-run` prints it."""
+    name = str(preset)
+    if name in PRESETS:  # a name wins over a file of that name
+        return PRESETS[name]()
+    if Path(preset).exists():
+        return from_yaml(read_yaml(Path(preset)), name)
+    if name.endswith((".yaml", ".yml")):
+        raise UserError(f"{name}: no such file; `stopmim presets` lists the names that need none")
+    near = did_you_mean(name, PRESETS)
+    raise UserError(f"{name}: no such preset or file; {near}presets are {', '.join(PRESETS)}")
 
 
 def __getattr__(name: str) -> Preset:

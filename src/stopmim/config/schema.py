@@ -15,6 +15,7 @@ from stopmim.config.section import (
     Decay,
     Fraction,
     FractionRange,
+    Levels,
     Momentum,
     Range,
     Section,
@@ -23,6 +24,7 @@ from stopmim.config.section import (
 )
 from stopmim.config.yaml_text import parse_yaml, validate
 
+MOST_THREADS = 1024  # torch crashes with 100,000
 MOST_PATCHES = 256  # along an edge: attention over more does not end, nor does a check of masks
 
 
@@ -67,12 +69,14 @@ class PositionsConfig(Section):
     """tokens at uncertain positions"""
     share: Fraction = 1.0
     """fraction of these tokens that are uncertain, chosen at random; the others are certain"""
-    ramp: float = Field(default=0, ge=0)
-    """epochs over which sigma grows from 0 to its value; 0: constant sigma"""
+    levels: Levels | None = None
+    """factors of sigma, as [0.25, 1, 4], one of which is drawn per target block; null: 1"""
+    ramp: float = 0
+    """epochs over which sigma grows from 0 to its value; negative: falls to 0; 0: constant sigma"""
 
     @model_validator(mode="after")
     def _every_knob_has_an_effect(self) -> Self:
-        stop = ("base", "covariance", "share", "ramp")
+        stop = ("base", "covariance", "share", "levels", "ramp")
         every = (*stop, "sigma", "tokens")
         unused = {"sincos": every, "learned": every, "jitter": stop}.get(self.kind, ())
         has_no_effect(self, unused, f"kind: {self.kind}")
@@ -133,6 +137,8 @@ class RuntimeConfig(Section):
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
+    kernels: Literal["usual", "fused"] = "usual"
+    """fused: norms with residual additions, attention by blocks; in half precision on a GPU"""
     accumulate: int = Field(default=1, ge=1, le=10**6)
     """parts a batch is split into, over all GPUs: 8 means 8 on one GPU, 1 on each of 8"""
     on_oom: Literal["stop", "halve"] = "stop"
@@ -147,7 +153,7 @@ class RuntimeConfig(Section):
     """processes that read images; null: by the cores per GPU, at most 16, none for scenes"""
     worker_timeout: int = Field(default=300, ge=0, le=10**6)
     """seconds after which a process that reads one image counts as hanging; 0: never"""
-    threads: int | None = Field(default=None, ge=1, le=1024)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """CPU threads of torch; null: torch's choice, and on resume that of the first start"""
     log_every: int = Field(default=10, ge=1, le=10**9)
     """updates between two lines of metrics.jsonl"""
@@ -182,6 +188,12 @@ class Config(Section):
     """released: every quirk of the released code at once; docs/faithfulness.md lists them"""
     lowres: Literal["bilinear", "max"] | None = None
     """also predicts the targets at half resolution: their mean or maximum over 2x2 patches"""
+    target_layers: int = Field(default=1, ge=1, le=200)
+    """layers of the target encoder to predict, evenly spaced in depth up to the last"""
+    visible_loss: float = Field(default=0.0, ge=0, le=1e6)
+    """weight of the loss on visible patches, each by 1 / sqrt(distance to the target block)"""
+    vicreg: float = Field(default=0.0, ge=0, le=1e6)
+    """weight of VICReg's variance and covariance terms of the features; C-JEPA: 0.001"""
     data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
     positions: PositionsConfig = PositionsConfig()
@@ -209,24 +221,35 @@ class Config(Section):
         if batch % (parts := self.runtime.accumulate):
             what = f"{parts} parts do not divide the batch of {batch}"
             raise ValueError(f"runtime.accumulate: {what}")
+        if self.compat == "released":
+            unused = ("covariance", "tokens", "base", "share", "levels", "ramp")
+            has_no_effect(self.positions, unused, "compat: released")
+        most, warmup, ramp = self.optim.epochs, self.optim.warmup_epochs, self.positions.ramp
+        for key, epochs in (("optim: warmup_epochs", warmup), ("positions.ramp", ramp)):
+            if abs(epochs) > most:
+                raise ValueError(f"{key} {epochs:g} is more than {most} epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _target_agrees(self) -> Self:
+        beside = ("target_layers", "visible_loss", "vicreg")
+        has_no_effect(self, beside if self.lowres else (), f"lowres: {self.lowres}")
         for key, value, needed in (
             ("positions.kind", self.positions.kind, "sincos"),
             ("target", self.target, "features"),
         ):
             if self.lowres and value != needed:
                 raise ValueError(f"lowres: needs {key}: {needed}, got {value}")
-        if self.compat == "released":
-            unused = ("covariance", "tokens", "base", "share", "ramp")
-            has_no_effect(self.positions, unused, "compat: released")
-        most, warmup, ramp = self.optim.epochs, self.optim.warmup_epochs, self.positions.ramp
-        for key, epochs in (("optim: warmup_epochs", warmup), ("positions.ramp", ramp)):
-            if epochs > most:
-                raise ValueError(f"{key} {epochs:g} is more than {most} epochs")
+        depth = parse_arch(self.arch)[0].depth
+        if self.target_layers > depth:
+            raise ValueError(f"target_layers: {self.arch} has {depth}, got {self.target_layers}")
+        unused = beside if self.target == "pixels" else ("norm_pixels",)
+        has_no_effect(self, unused, f"target: {self.target}")
         if self.target != "pixels":
-            has_no_effect(self, ("norm_pixels",), f"target: {self.target}")
-        elif self.compat == "released":
+            return self
+        if self.compat == "released":
             raise ValueError("compat: the released code predicts features, not target: pixels")
-        elif self.optim.ema != (usual := OptimConfig.model_fields["ema"].default):
+        if self.optim.ema != (usual := OptimConfig.model_fields["ema"].default):
             raise ValueError(
                 "optim.ema has no effect with target: pixels, which has no target encoder; "
                 f"leave it out, or set it to {usual[0]:g} {usual[1]:g}"

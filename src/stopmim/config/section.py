@@ -27,6 +27,7 @@ Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
 Momentum = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of 1, AdamW would divide by 0
 Decay = Annotated[float, Field(ge=0, le=1e6)]
+Levels = Annotated[tuple[Decay, ...], Field(min_length=2, max_length=16)]
 
 
 class Section(BaseModel):

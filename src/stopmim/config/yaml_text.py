@@ -90,9 +90,11 @@ def _explain(model: type[BaseModel], mistake: Any) -> str:
         case "value_error":
             said = str(mistake["ctx"]["error"])
             return said if key == "config" else f"{key}: {said}"
-        case _:
+        case kind:
             said = mistake["msg"][0].lower() + mistake["msg"][1:]
-            return f"{key}: {said}, got {mistake['input']!r}"
+            names = re.findall("'(.*?)'", said) if kind == "literal_error" else []
+            near = did_you_mean(str(mistake["input"]), names).removesuffix("; ")
+            return f"{key}: {said}, got {mistake['input']!r}{near and f'; {near}'}"
 
 
 class _Loader(yaml.SafeLoader):

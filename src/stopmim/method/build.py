@@ -10,12 +10,12 @@ from typing import Any, assert_never
 
 import torch
 
-from stopmim.base.errors import UserError, did_you_mean
+from stopmim.base.errors import UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.config.architectures import parse_arch
-from stopmim.config.presets import PRESETS
-from stopmim.config.schema import Config, from_yaml, override, resolve
-from stopmim.config.yaml_text import read_yaml, to_yaml
+from stopmim.config.presets import PRESETS, find_config
+from stopmim.config.schema import Config, override, resolve
+from stopmim.config.yaml_text import to_yaml
 from stopmim.method.encoder import INITIALISERS, VisionTransformer
 from stopmim.method.masks import Masks, MaskSampler, MultiBlock, RandomPatches, ReleasedMultiBlock
 from stopmim.method.model import Features, HalfResolution, MaskedImageModel, Pixels, Target
@@ -32,48 +32,29 @@ def configure(
 
     `to_train` also asks for what the preset needs but does not say.
     """
-    if isinstance(preset, Config):
-        config = preset
-    elif str(preset) in PRESETS:  # a name wins over a file of that name
-        config = PRESETS[str(preset)]()
-    elif Path(preset).exists():  # a YAML file, as `pretrain --dry-run` prints it
-        config = from_yaml(read_yaml(Path(preset)), str(preset))
-    else:
-        raise UserError(_no_such(str(preset)))
+    config = preset if isinstance(preset, Config) else find_config(preset)
     config = resolve(override(config, changes or {}))
     known = None if isinstance(preset, Config) else PRESETS.get(str(preset))
     if to_train and known and known.needs.init and not config.init:
         what = f"needs an encoder to start from, --init: {known.command}"
         raise UserError(f"{known.name}: {what}")
     # Proved before anything is trained: block sizes are drawn, so a rare one could fail much later.
-    sampler = build_sampler(config)
+    sampler, key = build_sampler(config), "masking"
     try:
         sampler.check()
-    except ValueError as error:
-        raise UserError(f"config: masking: {error}") from None
-    try:
+        key = "lowres" if config.lowres else "target"
         build_target(config).check(sampler)
     except ValueError as error:
-        key = "lowres" if config.lowres else "target"
         raise UserError(f"config: {key}: {error}") from None
     return config
-
-
-def _no_such(preset: str) -> str:
-    if preset.endswith((".yaml", ".yml")):
-        return f"{preset}: no such file; `stopmim presets` lists the names that need none"
-    near = did_you_mean(preset, PRESETS)
-    return f"{preset}: no such preset or file; {near}presets are {', '.join(PRESETS)}"
 
 
 def describe(config: Config) -> str:
     """The config as a YAML file that `pretrain` takes as a preset, with its size in comments."""
     with torch.device("meta"):  # parameters are counted, not allocated
         model = build(config)
-    millions = {
-        name: sum(p.numel() for p in part.parameters()) / 1e6
-        for name, part in model.named_children()
-    }
+    parts = dict(model.named_children())
+    millions = {name: sum(p.numel() for p in parts[name].parameters()) / 1e6 for name in parts}
     lines = [
         f"encoder {millions['encoder']:.1f} M parameters, predictor {millions['predictor']:.1f} M",
         f"grid {config.side}x{config.side}, {build_sampler(config).describe()}",
@@ -97,19 +78,15 @@ def build(config: Config) -> MaskedImageModel:
         encoder = VisionTransformer.from_arch(
             config.arch, config.image_size, config.class_token, config.data.channels or 3
         )
-        predictor = Predictor(
-            build_positions(config),
-            size.width,  # D
-            depth,
-            heads,
-            noisy=config.positions.tokens,
-            outputs=target.width(encoder),  # T: D features, or the pixels of a patch
-        )
+        positions, outputs = build_positions(config), target.width(encoder)  # T
+        noisy = config.positions.tokens
+        predictor = Predictor(positions, size.width, depth, heads, noisy=noisy, outputs=outputs)
         if target.start != encoder.start:  # the constructors draw I-JEPA's initial weights
             encoder.start = target.start
             for part in (encoder, predictor):
                 part.apply(INITIALISERS[target.start])
     encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
+    encoder.kernels = predictor.kernels = config.runtime.kernels
     return MaskedImageModel(encoder, predictor, target)
 
 
@@ -118,7 +95,8 @@ def build_target(config: Config) -> Target:
         case "features" if config.lowres:  # Table 8 of the paper
             return HalfResolution(config.side, config.lowres)
         case "features":  # I-JEPA
-            return Features()
+            layers, visible = config.target_layers, config.visible_loss
+            return Features(layers=layers, visible=visible, vicreg=config.vicreg)
         case "pixels":  # MAE
             return Pixels(config.norm_pixels)
         case unknown:
@@ -135,10 +113,10 @@ def build_positions(config: Config) -> Positions:
         case "jitter":  # sigma in patches squared
             return JitteredPositions(side, width, _resolved(p.sigma), bias=bias)
         case "stochastic":  # StoP; sigma is a variance
-            options: dict[str, Any] = {"base": p.base, "share": p.share, "ramp": p.ramp}
-            return StochasticPositions(
-                side, width, _resolved(p.sigma), covariance=p.covariance, bias=bias, **options
-            )
+            options = p.model_dump(include={"base", "covariance", "share", "levels"})
+            positions = StochasticPositions(side, width, _resolved(p.sigma), bias=bias, **options)
+            positions.ramp = p.ramp
+            return positions
         case unknown:
             assert_never(unknown)
 
@@ -159,8 +137,9 @@ def from_tag(
         case "sincos":
             positions = Positions(side, width, bias=bias)
         case "stochastic":  # files of early versions have no share
-            sigma, share = float(tag["sigma"]), float(tag.get("share", 1))
-            positions = StochasticPositions(side, width, sigma, bias=bias, share=share)
+            options = {"share": float(tag.get("share", 1)), "bias": bias}
+            options["levels"] = tuple(map(float, tag.get("levels", ())))
+            positions = StochasticPositions(side, width, float(tag["sigma"]), **options)
         case unknown:
             raise ValueError(f"unknown positions {unknown!r}")
     heads, noisy = int(tag["heads"]), tag["tokens"]
@@ -177,14 +156,8 @@ def build_sampler(config: Config) -> MaskSampler:
             return RandomPatches(config.side, m.ratio)
         case "multiblock":  # I-JEPA, corrected or with the biases of the released code
             kind = ReleasedMultiBlock if m.compat == "released" else MultiBlock
-            return kind(
-                config.side,
-                m.targets,
-                m.target_scale,
-                m.target_aspect,
-                m.context_scale,
-                config.context_length,
-            )
+            shapes = m.target_scale, m.target_aspect, m.context_scale
+            return kind(config.side, m.targets, *shapes, config.context_length)
         case unknown:
             assert_never(unknown)
 

@@ -5,30 +5,25 @@ Ours has no class token; those of MAE, DINO and iBOT do, and are otherwise the s
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from os import PathLike
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from stopmim.base.pictures import Pictures, as_input, no_transform
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import attend, gelu
+from stopmim.gpu.blocks import Kernels, through
 from stopmim.method.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
-HIGHEST = 10.0  # white is 2.6 when normalised; what noise is tried with may be beyond that
 
 Pool = Literal["mean", "cls"]
 Start = Literal["jepa", "mae"]  # whose initial weights
-# A file, an image, or its pixels as stored: (H, W, C) in an array, (C, H, W) in a tensor.
-Picture = str | PathLike[str] | Image.Image | np.ndarray | Tensor
-Pictures = Picture | Sequence[Picture]
 
 
 class Encoder(Protocol):
@@ -52,27 +47,6 @@ class ImageEncoder(Encoder, Protocol):
 
     def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The same for files, PIL images and pixels; floats in tensors must be normalised."""
-
-
-def no_transform(pictures: Pictures) -> Tensor:
-    """The transform of an encoder that was not loaded."""
-    raise ValueError("an encoder that was not loaded takes only normalised floats (B, C, H, W)")
-
-
-def as_input(images: Pictures, transform: Callable[[Pictures], Tensor]) -> Tensor:
-    """Tensors of floats as they are, anything else by `transform`: (B, C, H, W)."""
-    if not isinstance(images, Tensor) or not images.is_floating_point():
-        images = transform(images)
-        return images if images.ndim == 4 else images[None]
-    if images.numel():
-        low, high = images.detach().aminmax()
-        if high > getattr(transform, "highest", HIGHEST):
-            what = f"floats up to {float(high):.0f}; expected pixels in their stored type (uint8)"
-            raise ValueError(f"features: {what}, or floats normalised as by encoder.transform")
-        if low >= 0 and 0.5 < high <= 1:
-            what = "all floats are in 0..1, which is not normalised: see encoder.transform"
-            warnings.warn(f"features: {what}", stacklevel=3)
-    return images
 
 
 def take(tokens: Tensor, index: Tensor) -> Tensor:
@@ -134,13 +108,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def through(blocks: Iterable[nn.Module], x: Tensor, recompute: bool) -> Tensor:
-    """`x` after all `blocks`; `recompute` stores only block inputs and recomputes the rest."""
-    for block in blocks:
-        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    return x
-
-
 def initialise(module: nn.Module) -> None:
     """Draws matrices and the patch projection from N(0, 0.02^2); biases 0, norms 1 and 0.
 
@@ -179,6 +146,7 @@ class VisionTransformer(nn.Module):
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
     cls_token: nn.Parameter | None  # (1, 1, D)
     recompute = False  # activation checkpointing: less memory, a third more time
+    kernels: Kernels = "usual"  # or fused ones: see gpu/blocks.py
     start: Start = "jepa"  # how its weights were initialised, to make an untrained twin
 
     def __init__(
@@ -255,15 +223,26 @@ class VisionTransformer(nn.Module):
         return torch.cat([first.expand(x.shape[0], -1, -1), x], dim=1)
 
     def forward(
-        self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
+        self,
+        images: Tensor,
+        index: Tensor | None = None,
+        *,
+        all_tokens: bool = False,
+        layers: int = 1,
     ) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) only.
 
-        With `all_tokens` the class token comes first, if there is one.
+        With `all_tokens` the class token comes first, if there is one. (B, N, layers * D) for
+        several `layers`, evenly spaced in depth: the last one as always, others not normed.
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
-        x = through(self.blocks, x, self.recompute and torch.is_grad_enabled())
-        x = self.norm(x)  # s_i, (B, K, D)
+        blocks, walk = list(self.blocks), partial(through, recompute=self.recompute)
+        starts, found = [len(blocks) * i // layers for i in range(layers)], []
+        for start, stop in pairwise(starts):
+            found.append(x := walk(blocks[start:stop], x, nn.Identity()))
+        # The blocks that remain, by default all, and the final norm: s_i, (B, K, D)
+        x = walk(blocks[starts[-1] :], x, self.norm, kernels=self.kernels)
+        x = torch.cat([*found, x], dim=-1) if found else x
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
     def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:

@@ -17,7 +17,7 @@ class Loss(NamedTuple):
 
 def masked_loss(model: nn.Module, target: Target, batch: Batch, noise: Noise) -> Loss:
     """Loss of the masked patches of `batch`; `model` may be a wrapper of several GPUs."""
-    pairs = model(batch, noise)  # prediction, target: (M, B, K, T) each, and maybe more pairs
+    pairs = model(batch, noise)  # prediction, target: (M, B, K, T) each, and maybe more
     loss = target.loss(pairs)
     with torch.no_grad():  # logged, not trained on
         spread = [x.float().flatten(0, 2).std(dim=0).mean() for x in (pairs[1], pairs[0])]

@@ -18,7 +18,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,24 +184,22 @@ class MultiBlock(MaskSampler):
         if max(*sizes.target, *sizes.context) > side or min(sizes.target) < 1:
             raise ValueError(f"sizes {sizes} do not fit a grid of {side}x{side}; see draw_sizes")
         if self.static and sizes.context.area - sizes.target.area < self.length:
-            raise ValueError(
-                f"sizes {sizes} leave fewer than {self.length} patches to see; see draw_sizes"
-            )
+            few = f"fewer than {self.length} patches to see"
+            raise ValueError(f"sizes {sizes} leave {few}; see draw_sizes")
         return sizes
 
     def check(self) -> None:
         _check_ranges(self)
         grid, targets = f"on a {self.side}x{self.side} grid", self.blocks()
+        scale = f"target_scale {self.target_scale}"
         if min(block.area for block in targets) == 0:
-            raise ValueError(
-                f"target_scale {self.target_scale} gives empty blocks {grid}; raise it"
-            )
+            raise ValueError(f"{scale} gives empty blocks {grid}; raise it")
         for block in targets:
             if max(block) > self.side:
                 raise ValueError(
-                    f"target_scale {self.target_scale} with target_aspect {self.target_aspect} "
-                    f"gives blocks of {block.height}x{block.width} {grid}; lower the scale or "
-                    f"bring the aspect near 1"
+                    f"{scale} with target_aspect {self.target_aspect} gives blocks of "
+                    f"{block.height}x{block.width} {grid}; lower the scale or bring the aspect "
+                    f"near 1"
                 )
         self._check_context(grid)
 
@@ -249,14 +247,8 @@ class ReleasedMultiBlock(MultiBlock):
     ) -> list[Masks]:
         """Drawn part by part: contexts are cut to the shortest on one GPU, as published."""
         sizes = self.sizes(seed, step)
-        return [
-            self.draw(
-                part.stop - part.start,
-                torch_generator("masks", seed, step, part.start, device=device),
-                sizes,
-            )
-            for part in parts
-        ]
+        starts = [torch_generator("masks", seed, step, p.start, device=device) for p in parts]
+        return [self.draw(p.stop - p.start, g, sizes) for p, g in zip(parts, starts, strict=True)]
 
     def draw(self, batch: int, generator: torch.Generator, sizes: Sizes | None = None) -> Masks:
         """After RELEASED_TRIES failures gives up the last target, then the one before.
@@ -339,17 +331,11 @@ def multiblock(
     side: int,
     *,
     generator: torch.Generator,
-    targets: int = 4,
-    target_scale: Range = (0.15, 0.2),
-    target_aspect: Range = (0.75, 1.5),
-    context_scale: Range = (0.85, 1.0),
-    context_length: int | None = None,
     compat: Compat = None,
     sizes: Sizes | None = None,
+    **options: Any,
 ) -> Masks:
     """Draws the multi-block masks of I-JEPA for a batch of images, on the generator's device.
-
-    One call instead of a sampler, hence the many options; they are those of `MultiBlock`.
 
     Args:
         batch: images in the batch; it changes neither the shapes nor where anything lies.
@@ -357,12 +343,12 @@ def multiblock(
         generator: the only source of randomness; the same state gives the same masks.
         compat: "released" draws as the released code does: see `ReleasedMultiBlock`.
         sizes: block sizes from `draw_sizes`; None draws them from `generator` first.
+        options: those of `MultiBlock`: targets, target_scale, context_length and so on.
 
     Raises:
         ValueError: the settings cannot work; `MultiBlock.check` proves it without drawing.
     """
-    kind = _kind(compat)
-    sampler = kind(side, targets, target_scale, target_aspect, context_scale, context_length)
+    sampler = _kind(compat)(side, **options)
     sampler.check()
     return sampler.draw(batch, generator, sizes)
 
@@ -373,17 +359,10 @@ def random(batch: int, side: int, *, generator: torch.Generator, ratio: float = 
 
 
 def draw_sizes(
-    side: int,
-    *,
-    generator: torch.Generator,
-    target_scale: Range = (0.15, 0.2),
-    target_aspect: Range = (0.75, 1.5),
-    context_scale: Range = (0.85, 1.0),
-    compat: Compat = None,
+    side: int, *, generator: torch.Generator, compat: Compat = None, **options: Any
 ) -> Sizes:
-    """Draws the block sizes of one batch, for `multiblock`."""
-    sampler = _kind(compat)(side, 4, target_scale, target_aspect, context_scale)
-    return sampler.draw_sizes(generator)
+    """Draws the block sizes of one batch, for `multiblock` with the same options."""
+    return _kind(compat)(side, **options).draw_sizes(generator)
 
 
 def _kind(compat: Compat) -> type[MultiBlock]:
@@ -439,7 +418,6 @@ def possible_blocks(
             for edge in range(side + 1):  # height or width goes from `edge` to `edge + 1` here
                 steps.add(((edge + 0.5) ** 2 / area - aspect[0]) / slope)
                 steps.add((area / (edge + 0.5) ** 2 - aspect[0]) / slope)
-    # Between two neighbouring jumps the block is constant: its probability is their distance.
     cuts = sorted(u for u in steps if 0 <= u <= 1)
     blocks: dict[Block, float] = {}
     for left, right in itertools.pairwise(cuts):
@@ -494,6 +472,16 @@ def cells(targets: Tensor, block: Block, side: int) -> Tensor:
     held = Block(*((edge - 1) // 2 for edge in block))
     offsets = 2 * _offsets(side, held, targets.device)  # (L,)
     return (corners[0] * side + corners[1]).unsqueeze(-1) + offsets
+
+
+def nearness(context: Tensor, targets: Tensor, side: int) -> Tensor:
+    """1 / sqrt(distance in patches to the nearest patch of a block), (M, B, C).
+
+    Of context patches (B, C) and target blocks (M, B, K). Near patches say most about the block.
+    """
+    seen, masked = context[None, :, :, None], targets[:, :, None]  # (1, B, C, 1), (M, B, 1, K)
+    squared = (seen // side - masked // side) ** 2 + (seen % side - masked % side) ** 2
+    return squared.amin(dim=-1).clamp(min=1) ** -0.25  # released contexts may overlap: 1
 
 
 # Tables stay on the device: masks are drawn at every step, and every operation costs a launch.

@@ -11,14 +11,14 @@ patches, D width, T numbers to predict per patch: D features, or its p * p * C p
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.method.encoder import Start, VisionTransformer, take
-from stopmim.method.masks import Block, Masks, MaskSampler, cells
+from stopmim.method.masks import Block, Masks, MaskSampler, cells, nearness
 from stopmim.method.positions import Positions
 from stopmim.method.predictor import Noise, Predictor
 
@@ -66,15 +66,18 @@ class Target(ABC):
         return Batch(images, *masks)
 
     def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
-        """Prediction and target, (M, B, K, T) each; further pairs may follow."""
+        """Prediction and target, (M, B, K, T) each; more for `loss` may follow."""
         target = model.targets(batch.images, batch.targets)
         return model.predict(batch.images, batch.context, batch.targets, noise), target
 
     def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
-        """Mean loss over what `pairs` returns: smooth L1, as I-JEPA."""
-        each = zip(pairs[::2], pairs[1::2], strict=True)  # in float32, also under autocast
-        first, *more = [F.smooth_l1_loss(p.float(), t.float()) for p, t in each]
-        return (first + sum(more)) / (1 + len(more)) if more else first
+        """Loss of what `pairs` returns: smooth L1, as I-JEPA, and terms that follow the pair."""
+        predicted, target, *terms = pairs  # compared in float32, also under autocast
+        return sum(terms, F.smooth_l1_loss(predicted.float(), target.float()))
+
+    def last(self, targets: Tensor) -> Tensor:
+        """The part of learned `targets` (..., T) that is the last layer, which gets evaluated."""
+        return targets
 
     def check(self, sampler: MaskSampler) -> None:
         """Raises ValueError if these masks cannot be predicted."""
@@ -88,20 +91,83 @@ class Target(ABC):
         """A phrase for people, "" if the name says it all."""
         return ""
 
+    @property
+    def not_exportable(self) -> str:
+        """Reason why I-JEPA's layout cannot hold its predictor; "" if it can."""
+        return ""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Features(Target):
-    """I-JEPA: features of an encoder that follows the trained one slowly and sees all patches."""
+    """I-JEPA: features of an encoder that follows the trained one slowly and sees all patches.
+
+    Args:
+        layers: layers of that encoder, evenly spaced in depth up to the last, that are predicted
+            together: T is that many D (Bootleg, arXiv 2603.15553).
+        visible: weight of the loss on visible patches: `nearness` (V-JEPA 2.1, arXiv 2603.14482).
+        vicreg: weight of `variance_covariance` of the context features, averaged over an image
+            (C-JEPA, arXiv 2410.19560). Not of predictions, which vary with the noise of StoP too.
+    """
+
+    layers: int = 1
+    visible: float = 0.0
+    vicreg: float = 0.0
 
     name = "I-JEPA"
     follows = True
     learned = True
 
+    def width(self, encoder: VisionTransformer) -> int:
+        return self.layers * encoder.width
+
     def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
-        features = teacher(images)  # (B, N, D): targets see the whole image
+        features = teacher(images, layers=self.layers)  # (B, N, T): targets see the whole image
         # eps is F.layer_norm's own 1e-5 here, not the model's 1e-6, as in the released code.
-        features = F.layer_norm(features, features.shape[-1:])
+        layers = features.unflatten(-1, (self.layers, -1))  # each normed alone
+        features = F.layer_norm(layers, layers.shape[-1:]).flatten(-2)
         return torch.stack([take(features, block) for block in index])
+
+    def last(self, targets: Tensor) -> Tensor:
+        return targets.chunk(self.layers, dim=-1)[-1]
+
+    def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
+        if not (self.visible or self.vicreg):
+            return super().pairs(model, batch, noise)
+        (images, context, index, _), masked = batch, batch.targets.shape[-1]  # K
+        features = model.encoder(images, context)  # (B, C, D)
+        every = torch.cat([context.expand(len(index), -1, -1), index], dim=-1)  # (M, B, C + K)
+        predicted = model.predictor(features, context, index, noise, visible=self.visible > 0)
+        target = model.targets(images, every if self.visible else index)
+        terms = [self.vicreg * variance_covariance(features.mean(dim=1))] if self.vicreg else []
+        if self.visible:
+            seen, wanted = predicted[:, :, :-masked].float(), target[:, :, :-masked].float()
+            each = F.smooth_l1_loss(seen, wanted, reduction="none").mean(dim=-1)  # (M, B, C)
+            weight = nearness(context, index, model.encoder.side)
+            terms.append(self.visible * (each * weight).mean())
+        return predicted[:, :, -masked:], target[:, :, -masked:], *terms
+
+    def describe(self) -> str:
+        said = [f"{self.layers} layers predicted"] * (self.layers > 1)
+        said += [f"visible patches weigh {self.visible:g}"] * (self.visible > 0)
+        return ", ".join(said + [f"VICReg {self.vicreg:g}"] * (self.vicreg > 0))
+
+    @property
+    def not_exportable(self) -> str:
+        return f"targets of {self.layers} layers" if self.layers > 1 else ""
+
+
+def variance_covariance(x: Tensor) -> Tensor:
+    """Two terms of VICReg (arXiv 2105.04906) of vectors (B, D), with its weights 25 and 1.
+
+    Over the images of one part of a batch on one GPU: larger parts estimate them better.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.float() - x.float().mean(dim=0)
+        covariance = x.T @ x / max(1, len(x) - 1)  # (D, D)
+        variance = covariance.diagonal()
+        off_diagonal = covariance.square().sum() - variance.square().sum()
+        hinge = F.relu(1 - (variance + 1e-4).sqrt()).mean()
+        return 25 * hinge + off_diagonal / x.shape[1]
 
 
 @dataclass(frozen=True)
@@ -134,6 +200,9 @@ class HalfResolution(Features):
         stacked = torch.stack(cell)  # (4, M, B, L, D)
         pooled = stacked.mean(dim=0) if self.pool == "bilinear" else stacked.amax(dim=0)
         return predicted, target, coarse, pooled
+
+    def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
+        return (super().loss(pairs[:2]) + super().loss(pairs[2:])) / 2
 
     def check(self, sampler: MaskSampler) -> None:
         small = min(sampler.blocks(), key=min, default=None)
@@ -216,7 +285,7 @@ class MaskedImageModel(nn.Module):
     def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, ...]:
         """(predicted, target), both (M, B, K, T). The only thing that training calls.
 
-        Further pairs follow if the target has them.
+        More follows if the target's loss needs it.
         """
         return self.target.pairs(self, batch, _as_noise(noise))
 
@@ -249,18 +318,9 @@ class MaskedImageModel(nn.Module):
             return
         # lerp takes no weight from the device; fused SGD (decay 1, maximize) computes the same EMA
         # in one pass over memory: target - w (target - encoder).
-        torch._fused_sgd_(
-            target,
-            online,
-            [],
-            weight_decay=1.0,
-            momentum=0.0,
-            lr=(1.0 - momentum).float(),
-            dampening=0.0,
-            nesterov=False,
-            maximize=True,
-            is_first_step=False,
-        )
+        rate = (1.0 - momentum).float()
+        off: Any = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+        torch._fused_sgd_(target, online, [], weight_decay=1.0, lr=rate, maximize=True, **off)
 
     @property
     def method(self) -> str:

@@ -12,6 +12,7 @@ dimensions.
 Longer than other files, so that the kinds can be read side by side.
 """
 
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,8 @@ Base = Literal["sincos", "learned"]  # the table psi
 Covariance = Literal["tied", "untied", "fixed", "conditioned"]  # as the config calls it
 Bias = Literal["mask_token", "project"]  # the paper; the released code
 Tokens = Literal["masked", "context"]  # which tokens receive the positions
+Source = torch.Generator | None  # of a draw; torch's default generator without one
+Layer = nn.Linear | None  # A, from D to P; certain positions need none
 
 FLAT = 1e-6  # variance per component below which context tokens count as identical
 
@@ -101,9 +104,8 @@ class Positions(nn.Module):
         else:  # a buffer: saved, as I-JEPA saves it, and never trained
             self.register_buffer("table", sincos_2d(side, width)[None])
         # m~, shared by all masked tokens; (1, 1, P) is I-JEPA's shape.
-        self.mask_token = nn.Parameter(
-            0.02 * torch.randn(1, 1, width), requires_grad=bias == "mask_token"
-        )
+        shared = 0.02 * torch.randn(1, 1, width)
+        self.mask_token = nn.Parameter(shared, requires_grad=bias == "mask_token")
 
     def mean(
         self, index: Tensor, tokens: Tokens = "masked", moved_by: Tensor | None = None
@@ -123,8 +125,8 @@ class Positions(nn.Module):
     def forward(
         self,
         index: Tensor,
-        project: nn.Linear | None = None,
-        generator: torch.Generator | None = None,
+        project: Layer = None,
+        generator: Source = None,
         *,
         noise: Tensor | None = None,
         tokens: Tokens = "masked",
@@ -133,8 +135,7 @@ class Positions(nn.Module):
         """Positions (..., P) of the tokens at patches `index` (...).
 
         Args:
-            project: the caller's linear layer A, from D to P; certain positions need none.
-            generator: source of the draw; the default generator without it.
+            project: the caller's linear layer A.
             noise: replaces the draw; as `draw` returns it.
             tokens: "context" leaves out m~, for context tokens at uncertain places.
             context: features (B, C, D) that ``covariance="conditioned"`` makes noise from; the
@@ -150,12 +151,7 @@ class Positions(nn.Module):
         return self.noisy(index, noise, project, tokens, context)
 
     def noisy(
-        self,
-        index: Tensor,
-        noise: Tensor,
-        project: nn.Linear | None,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
+        self, index: Tensor, noise: Tensor, project: Layer, tokens: Tokens, context: Tensor | None
     ) -> Tensor:
         """Positions (..., P) with `noise`, as `draw` returns it; without effect where certain."""
         return self.mean(index, tokens)
@@ -163,8 +159,8 @@ class Positions(nn.Module):
     def draw(
         self,
         index: Tensor,
-        project: nn.Linear | None,
-        generator: torch.Generator | None = None,
+        project: Layer,
+        generator: Source = None,
         *,
         seen: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -176,7 +172,7 @@ class Positions(nn.Module):
         """
         return None
 
-    def shared(self, project: nn.Linear | None) -> Tensor | None:
+    def shared(self, project: Layer) -> Tensor | None:
         """What masked tokens with the noise of `project` share: m~, (1, 1, P); None if nothing."""
         return self.mask_token if self.bias == "mask_token" else None
 
@@ -230,10 +226,12 @@ class StochasticPositions(Positions):
             parameter of its own. "project" is the released code: the bias of `project` replaces
             m~, and there is noise in evaluation too.
         share: probability that the place of a token is uncertain; the other tokens know theirs.
-        ramp: epochs over which sigma grows linearly from 0; 0 starts with the full value.
+        levels: factors of sigma, one of which is drawn for all tokens of a block (N-JEPA, arXiv
+            2507.15216, has such levels, with a fixed covariance); None is 1 for all.
     """
 
     uncertain = True
+    ramp = 0.0  # epochs over which sigma grows linearly from 0; negative: falls to 0; 0: neither
 
     def __init__(
         self,
@@ -245,23 +243,25 @@ class StochasticPositions(Positions):
         covariance: Covariance | Literal["projected"] = "tied",
         bias: Bias = "mask_token",
         share: float = 1.0,
-        ramp: float = 0.0,
+        levels: tuple[float, ...] | None = None,
     ) -> None:
         super().__init__(side, width, base=base, bias=bias)
         _one_of("covariance", covariance, (*get_args(Covariance), "projected"))
-        _check_variance(sigma)
+        self.levels = levels or (1.0,)
+        for variance in (sigma, *self.levels):
+            _check_variance(variance)
         if not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.covariance: Covariance = "tied" if covariance == "projected" else covariance
-        self.sigma, self.share, self.ramp, self.final_sigma = sigma, share, ramp, sigma
+        self.sigma, self.full_sigma, self.share = sigma, sigma, share
         self.conditioned, self.untied = covariance == "conditioned", covariance == "untied"
         self.noise_in_evaluation = bias == "project"
 
     def draw(
         self,
         index: Tensor,
-        project: nn.Linear | None,
-        generator: torch.Generator | None = None,
+        project: Layer,
+        generator: Source = None,
         *,
         seen: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -279,35 +279,36 @@ class StochasticPositions(Positions):
         elif self.conditioned:
             width, variance = seen, self.sigma / max(1, seen)  # weights of C context tokens
         # A GPU draws in float32 and rounds to `dtype`; a CPU would draw with bfloat16's few bits.
-        drawn = dtype if index.is_cuda else torch.float32
+        # Levels scale what was drawn, and are exact in float32 only.
+        drawn = dtype if index.is_cuda and len(self.levels) == 1 else torch.float32
         noise = torch.empty((*index.shape, width), device=index.device, dtype=drawn)
         noise.normal_(0.0, math.sqrt(variance), generator=generator)
         if self.share < 1:
             chance = torch.rand(index.shape, generator=generator, device=index.device)  # per token
             noise.masked_fill_((chance >= self.share)[..., None], 0.0)
+        if len(self.levels) > 1:
+            shape = (*index.shape[:-1], 1, 1)  # (M, B, 1, 1): one for the tokens of a block
+            level = torch.randint(len(self.levels), shape, generator=generator, device=index.device)
+            noise *= _roots(self.levels, index.device)[level]
         return noise
 
-    def shared(self, project: nn.Linear | None) -> Tensor | None:
+    def shared(self, project: Layer) -> Tensor | None:
         if self.bias == "project" and self.covariance != "fixed" and project is not None:
             return project.bias  # (P,): in the released code it comes with the noise
         return super().shared(project)
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
+        sigma = self.share * self.sigma * sum(self.levels) / len(self.levels)  # of the mean token
         if self.covariance == "fixed":
-            return torch.tensor(self.share * self.sigma * self.width)  # the trace of sigma I
+            return torch.tensor(sigma * self.width)  # the trace of sigma I
         directions = a  # E|A n|^2 = sigma |A|^2
         if self.conditioned:
             mixture = _mixture(context)  # (B, C, D)
             directions = F.linear(mixture, a) / math.sqrt(mixture[..., 0].numel())
-        return self.share * self.sigma * directions.square().sum()
+        return sigma * directions.square().sum()
 
     def noisy(
-        self,
-        index: Tensor,
-        noise: Tensor,
-        project: nn.Linear | None,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
+        self, index: Tensor, noise: Tensor, project: Layer, tokens: Tokens, context: Tensor | None
     ) -> Tensor:
         token = self.mean(index, tokens)  # psi_j + m~, (..., P)
         if self.covariance == "fixed":
@@ -321,8 +322,9 @@ class StochasticPositions(Positions):
         return token + F.linear(noise, project.weight, bias)  # (..., D) -> (..., P)
 
     def at_step(self, step: int, steps_per_epoch: int) -> None:
-        if ramp := int(self.ramp * steps_per_epoch):  # in updates
-            self.sigma = schedules.linear(step, total=ramp, start=0.0, final=self.final_sigma)
+        if total := abs(int(self.ramp * steps_per_epoch)):  # in updates
+            start, final = (0.0, self.full_sigma)[:: 1 if self.ramp > 0 else -1]
+            self.sigma = schedules.linear(step, total=total, start=start, final=final)
 
     @property
     def method(self) -> str:
@@ -330,11 +332,17 @@ class StochasticPositions(Positions):
 
     def describe(self) -> str:
         released = " as released (no mask token)" if self.bias == "project" else ""
-        return f"StoP{released}, sigma {self.sigma:g} (a variance), {self.covariance} covariance"
+        said = [f"StoP{released}, sigma {self.full_sigma:g} (a variance)"]
+        levels = ", ".join(f"{level:g}" for level in self.levels)
+        said += [f"times one of {levels}"] if len(self.levels) > 1 else []
+        way = "growing from" if self.ramp > 0 else "falling to"
+        said += [f"{way} 0 in {abs(self.ramp):g} epochs"] if self.ramp else []
+        return ", ".join([*said, f"{self.covariance} covariance"])
 
     def tag(self) -> dict[str, Any]:
         # "tied" is not said: only tied noise can be exported.
         noise = {"positions": "stochastic", "sigma": self.sigma, "share": self.share}
+        noise |= {"levels": list(self.levels)} if len(self.levels) > 1 else {}
         return super().tag() | noise
 
     @property
@@ -342,6 +350,11 @@ class StochasticPositions(Positions):
         kinds = {"untied": "untied noise", "tied": ""}
         own = kinds.get(self.covariance, f"a {self.covariance} covariance")
         return own or super().not_exportable
+
+
+@functools.cache  # stays on the device, which would otherwise be waited for
+def _roots(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, device=device).sqrt()
 
 
 def _mixture(context: Tensor | None) -> Tensor:
@@ -385,13 +398,7 @@ class JitteredPositions(Positions):
         self.sigma = sigma
 
     def draw(
-        self,
-        index: Tensor,
-        project: nn.Linear | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        seen: int = 0,
-        dtype: torch.dtype = torch.float32,
+        self, index: Tensor, project: Layer = None, generator: Source = None, **unused: Any
     ) -> Tensor:
         """Shift of each token of `index`, down and right: (..., 2), float32."""
         shift = torch.randn((*index.shape, 2), generator=generator, device=index.device)
@@ -403,12 +410,7 @@ class JitteredPositions(Positions):
         return 4 * (1 - decay).sum()
 
     def noisy(
-        self,
-        index: Tensor,
-        noise: Tensor,
-        project: nn.Linear | None = None,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
+        self, index: Tensor, noise: Tensor, project: Layer, tokens: Tokens, context: Tensor | None
     ) -> Tensor:
         return self.mean(index, tokens, moved_by=noise)
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import EPS, Block, initialise, through
+from stopmim.gpu.blocks import Kernels, through
+from stopmim.method.encoder import EPS, Block, initialise
 from stopmim.method.positions import Positions, Tokens
 
 # I-JEPA keeps these at the top level of its predictor; here they belong to `positions`.
@@ -41,6 +42,7 @@ class Predictor(nn.Module):
     """
 
     recompute = False  # as VisionTransformer.recompute
+    kernels: Kernels = "usual"
 
     def __init__(
         self,
@@ -105,33 +107,34 @@ class Predictor(nn.Module):
         target_index: Tensor,
         noise: Noise | None = None,
         moved_by: Tensor | None = None,
+        visible: bool = False,
     ) -> Tensor:
         """Predictions (M, B, K, T) for the patches `target_index` (M, B, K).
 
         The blocks are predicted independently: each sees the context (B, C, D) and itself only.
         Context tokens beyond `context_index` (B, C) come first and have no place (MAE's class
         token): their position is zero. `moved_by` (2,) asks for places that far down and right of
-        the patches, for certain positions.
+        the patches, for certain positions. With `visible` (M, B, C + K, T): those of the visible
+        patches come first, one for every block beside which they are seen.
         """
         noise = noise or Noise()
         self._check(noise)
         blocks, batch, _ = target_index.shape
-        places = self._positions(context_index, noise.context, "context", self.noisy_context)
+        places = self._positions(context_index, noise.context, "context")
         if placeless := context.shape[1] - context_index.shape[1]:
             places = F.pad(places, (0, 0, placeless, 0))  # zeros before the first token
         c = self.predictor_embed(context) + places  # c_i = A s_i + psi_i, (B, C, P)
         # m_j = A n_j + psi_j + m~, (M, B, K, P)
         if moved_by is None:
-            seen = context[:, placeless:]
-            m = self._positions(target_index, noise.masked, "masked", self.noisy_masked, seen)
+            m = self._positions(target_index, noise.masked, "masked", context[:, placeless:])
         else:
             m = self.positions.mean(target_index, "masked", moved_by)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
-        *before, last = self.predictor_blocks
-        x = through(before, x, self.recompute and torch.is_grad_enabled())  # (M * B, C + K, P)
-        x = last(x, first=c.shape[1])  # masked tokens only: the others are not needed any more
-        x = self.predictor_proj(self.predictor_norm(x))  # (M * B, K, T)
+        # All blocks and the norm; the last block skips tokens that nobody reads: (M * B, K, P)
+        to, first = self.predictor_norm, placeless if visible else c.shape[1]
+        options: Any = {"recompute": self.recompute, "kernels": self.kernels}
+        x = self.predictor_proj(through(self.predictor_blocks, x, to, first, **options))
         return x.unflatten(0, (blocks, batch))  # (M, B, K, T)
 
     def _check(self, noise: Noise) -> None:
@@ -141,14 +144,9 @@ class Predictor(nn.Module):
                 raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
 
     def _positions(
-        self,
-        index: Tensor,
-        noise: Tensor | None,
-        tokens: Tokens,
-        noisy: bool,
-        context: Tensor | None = None,
+        self, index: Tensor, noise: Tensor | None, tokens: Tokens, context: Tensor | None = None
     ) -> Tensor:
-        if not noisy:
+        if not (self.noisy_masked if tokens == "masked" else self.noisy_context):
             return self.positions.mean(index, tokens)
         return self.positions(index, self.noise_layer, noise=noise, tokens=tokens, context=context)
 
