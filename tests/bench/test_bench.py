@@ -11,6 +11,7 @@ from stopmim.bench import growth as bench_growth
 from stopmim.bench import saving as bench_saving
 from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
 from stopmim.bench.timing import record_lines
+from stopmim.cli import main
 from stopmim.method.build import configure, draw_masks
 
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
@@ -72,13 +73,18 @@ def test_published_masks_are_of_published_architectures() -> None:
 
 
 def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
-    text = bench_step("tiny_cpu", QUICK, rounds=1, twin=False)
-    line = json.loads(text)
+    line, *account = map(
+        json.loads, bench_step("tiny_cpu", QUICK, rounds=1, twin=False).split("\n")
+    )
     rounding = 0.001 / line["matmul_tflops"] + 0.001  # three digits each: much on a busy machine
     assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=rounding)
     assert line["tflops"] * 1e12 == pytest.approx(
         line["gflop_per_image"] * 1e9 * line["images_per_s"], rel=0.05, abs=6e8
     )
+    assert line["copy_gb_per_s"] > 0
+    flops = sum(sum(one["gflop"].values()) for one in account)  # two digits each
+    assert flops == pytest.approx(line["gflop_per_image"] * line["batch_size"], abs=0.1)
+    assert sum(one["floor_ms"] for one in account) > 0
 
 
 def test_masks_are_timed_alone() -> None:
@@ -115,3 +121,13 @@ def test_saves_are_timed_with_and_without_waiting(monkeypatch: pytest.MonkeyPatc
         assert line["update_ms"] > 0
         assert line["megabytes"] > 1
     assert waits["longest_pause_ms"] > 0
+
+
+def test_kernels_are_timed_on_a_gpu_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stopmim.bench.kernels.HAVE_TRITON", False)
+    assert main(["bench", "kernels"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "bench kernels: needs a GPU" in told

@@ -1,11 +1,13 @@
 """The benchmark of evaluations reports every part. Speeds depend on the machine: not tested."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stopmim.bench import evals as bench_evals
+from stopmim.bench.timing import Line
 from stopmim.evals.features import extract
 
 TINY = bench_evals.Size("random:vit_micro32@64", "random:vit_micro32@224", 120, 16, 16, 8)
@@ -51,3 +53,54 @@ def test_a_suite_is_timed_twice_and_by_its_steps(monkeypatch: pytest.MonkeyPatch
     _, first, second, steps = map(json.loads, text.splitlines())
     assert first["networks"] == second["networks"] == 9
     assert {"features", "knn", "linear", "lowshot"} <= set(steps)
+
+
+def test_goals_stand_beside_their_figures_and_only_where_there_are_any() -> None:
+    lines: list[Line] = [
+        {"bench": "evals", "device": "H200"},
+        {"bench": "memory", "images_per_s": 24_999.0},
+        {"bench": "jpeg", "images_per_s": 3000.0},
+        {"bench": "jpeg, decoded alone", "images_per_s": 3100.0},
+        {"bench": "tracking", "frames_per_s": 40.0, "ratio": 3.9, "jf_difference": -0.06},
+        {"bench": "suite, first time", "seconds": 20.0},
+    ]
+    found = bench_evals.goals(lines)
+    told = [(line["bench"].removeprefix("goal: "), line["met"]) for line in found]
+    tracked = [("tracking", True), ("tracking", False), ("tracking", False)]
+    assert told == [("memory", False), ("jpeg", True), *tracked]  # no second suite: no line
+    assert found[1]["at_least"] == 2945  # the decoder alone could do no more than 3100
+    assert not bench_evals.goals(lines[:1])
+
+
+def test_a_part_that_fails_leaves_the_figures_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> Iterator[Line]:
+        yield {"bench": "jpeg, plain", "images_per_s": 1.0}
+        raise OSError("no space")
+
+    monkeypatch.setattr(bench_evals, "ON_CPU", TINY)
+    monkeypatch.setattr(bench_evals, "jpeg", broken)
+    with pytest.raises(OSError, match="no space"):
+        bench_evals.bench_evals(["jpeg", "memory"], device="cpu", rounds=1, out=tmp_path)
+    (file,) = tmp_path.iterdir()
+    head, *lines, end = file.read_text().partition("```json\n")[2].splitlines()
+    assert json.loads(head)["bench"] == "evals"
+    names = [json.loads(line)["bench"] for line in lines]
+    assert names[0] == "jpeg, plain"
+    assert "memory" in names
+    assert end == "```"
+
+
+def test_features_are_timed_where_the_plain_way_has_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_room(*arguments: object, **options: object) -> object:
+        raise RuntimeError("DataLoader worker is killed by signal: Bus error")
+
+    monkeypatch.setattr(bench_evals, "ON_CPU", TINY)
+    monkeypatch.setattr(bench_evals, "DataLoader", without_room)
+    text = bench_evals.bench_evals(["memory"], device="cpu", rounds=1)
+    lines = {line["bench"]: line for line in map(json.loads, text.splitlines())}
+    assert "Bus error" in lines["memory, plain"]["error"]
+    assert lines["memory"]["images_per_s"] > 0

@@ -31,9 +31,20 @@ def test_every_pipeline_has_a_rate_and_a_ratio_to_the_usual_one(
     for name in ("pillow / usual", "simplejpeg / usual", "two workers / one"):
         assert lines[name]["speed"] > 0
     assert lines["one thread, usual"]["images_per_s"] > 1
+    one = lines["loader, workers 1"]["images_per_s"]
+    paper = lines["cores for vit_b16_stop"]
+    assert paper["of_gpu"] == pytest.approx(4260, rel=0.02)  # the hours it states, as a rate
+    assert paper["workers"] - 1 < paper["of_gpu"] / one <= paper["workers"]
     (page,) = (tmp_path / "out").iterdir()
     assert page.name.startswith("loader_")
     assert text in page.read_text()
+
+
+def test_a_gpu_has_a_core_per_worker_and_one_that_trains() -> None:
+    line = bench_loader.feeding("a GPU", 1000.0, 400.0)
+    assert (line["workers"], line["cores"], line["cores_for_8_gpus"]) == (3, 4, 32)
+    exact = bench_loader.feeding("a GPU", 800.0, 400.0)
+    assert exact["workers"] == 2
 
 
 def test_an_index_is_timed_anew_and_kept_and_scenes_are_rendered(

@@ -51,7 +51,8 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     step = prepare(config, "own")
     times = [seconds_per_call(step.update, device) for _ in range(rounds)]
     line = sizes(config) | speed(times, config.optim.batch_size)
-    line |= {"peak_memory_mib": step.memory, **step.tokens, **circumstances(config)}
+    line |= {"peak_memory_mib": step.memory, "context": step.tokens.context}
+    line |= {"target": step.tokens.target, **circumstances(config)}
     del step
     torch._dynamo.reset()  # it limits the recompilations of one function
     gc.collect()

@@ -7,6 +7,7 @@ ends with the batch of a worker, as uint8: the GPU normalises.
 """
 
 import io
+import math
 import os
 import statistics
 import tarfile
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from stopmim.base.console import say
 from stopmim.bench.timing import machine, record_lines
+from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, OptimConfig, RuntimeConfig
 from stopmim.data.crops import crop_box, resized_crop
 from stopmim.data.decode import decode
@@ -42,14 +44,20 @@ from stopmim.data.workers import cores
 FILES, BATCH, SIZE, SCALE, EPOCHS = 200, 40, 224, (0.3, 1.0), 4
 PACKED = 256  # shorter side of the images that `stopmim pack --size` writes
 INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
+FED = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop")  # presets whose rate on one H200 is known
+GPUS = 8  # of a large machine
 
 Lines = list[dict[str, Any]]
 Way = Callable[[bytes, np.random.Generator], Tensor]  # from a file to an image of a batch
 Times = dict[str, list[float]]  # name of a variant -> seconds of each round
 
 
-def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
-    """Times reading and cropping; returns JSON lines, with the ratios last."""
+def bench_loader(*, rounds: int = 5, rate: float | None = None, out: Path | None = None) -> str:
+    """Times reading and cropping; returns JSON lines.
+
+    The last ones say how many such cores a GPU needs that takes `rate` images per second, or one
+    H200 with the presets of the paper.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,7 +65,27 @@ def bench_loader(*, rounds: int = 5, out: Path | None = None) -> str:
             lines = _measure(Path(folder), rounds)
     finally:
         torch.set_num_threads(threads)
+    speed = {line["bench"]: line["images_per_s"] for line in lines if "images_per_s" in line}
+    taken = {"a GPU": rate} if rate else {name: preset_rate(name) for name in FED}
+    lines += [feeding(name, one, speed["loader, workers 1"]) for name, one in taken.items()]
     return record_lines(lines, out, "loader")
+
+
+def preset_rate(name: str) -> float:
+    """Images per second of a preset on one H200, by the hours that it states."""
+    preset = PRESETS[name]
+    assert preset.cost.hours is not None
+    return preset().optim.epochs * preset.cost.images / (3600 * preset.cost.hours)
+
+
+def feeding(name: str, rate: float, one_worker: float) -> dict[str, Any]:
+    """The cores that keep a GPU busy: one per worker, and one for the process that trains.
+
+    On several GPUs each has its own; computed, as nothing is shared but disk and memory.
+    """
+    workers = math.ceil(rate / one_worker)
+    about = {"bench": f"cores for {name}", "of_gpu": round(rate, 1), "workers": workers}
+    return about | {"cores": workers + 1, f"cores_for_{GPUS}_gpus": GPUS * (workers + 1)}
 
 
 def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
@@ -103,6 +131,9 @@ def _measure(root: Path, rounds: int) -> Lines:
     times = take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
     lines += [rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
     lines.append(ratio("two workers / one", times["workers 2"], times["workers 1"]))
+    single = {"single": partial(_load, photos, 1, batch=1), "whole": partial(_load, photos, 1)}
+    times = take_turns(single, rounds)
+    lines.append(ratio(f"{BATCH} images per message / one", times["whole"], times["single"]))
     both = {"tar": partial(_load, archive, 1), "folder": partial(_load, photos, 1)}
     times = take_turns(both, rounds)
     lines.append(ratio("tar / folder", times["tar"], times["folder"]))
@@ -144,9 +175,12 @@ def _ours(data: bytes, rng: np.random.Generator, *, fast: bool) -> Tensor:
     return crop.permute(1, 2, 0)
 
 
-def _load(images: Images, workers: int) -> None:
-    """Reads several epochs through the real loader, to amortise the start of the workers."""
-    optim = OptimConfig(epochs=EPOCHS, batch_size=BATCH, warmup_epochs=0)
+def _load(images: Images, workers: int, batch: int | None = None) -> None:
+    """Reads several epochs through the real loader, to amortise the start of the workers.
+
+    A worker sends a whole batch as one message.
+    """
+    optim = OptimConfig(epochs=EPOCHS, batch_size=batch or BATCH, warmup_epochs=0)
     config = Config(optim=optim, runtime=RuntimeConfig(workers=workers))
     for _ in loader(images, config, 0, device=torch.device("cpu")):
         pass

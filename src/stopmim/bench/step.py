@@ -2,7 +2,7 @@
 
 Variants are timed in turn within one run, so that their ratio does not depend on the load of the
 machine. The rate of a large matrix product is measured in the same run: a step is judged by the
-fraction of that rate it reaches.
+fraction of that rate it reaches. The account of a step says what each kind of work takes at least.
 """
 
 import itertools
@@ -24,12 +24,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
-from stopmim.bench import timing
+from stopmim.bench import accounting, timing
+from stopmim.bench.accounting import Tokens
 from stopmim.bench.timing import Line
 from stopmim.config.schema import Config
 from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
-from stopmim.gpu.devices import choose_device
+from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method import masks as masking
 from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import masked_loss
@@ -38,6 +39,7 @@ from stopmim.method.predictor import Noise
 from stopmim.train.cost import likeliest_step, trial_update
 
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a copy: more than any cache holds
 
 # Batch sizes for one H200, and the mean number of context and target patches of the released
 # masks at the batch size of the published runs.
@@ -63,7 +65,8 @@ def bench_step(
     """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
 
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
-    of this config. With `profile`, the time of a step kernel by kernel is added.
+    of this config. The account of the step follows. With `profile`, its time kernel by kernel is
+    added, and stands beside the floors of the account.
     """
     base = usual(preset, changes)
     device, variants = choose_device(base.runtime.device), {base.positions.kind: base}
@@ -76,10 +79,10 @@ def bench_step(
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(timing.seconds_per_call(step.update, device))
-    ceiling = statistics.median([*products, matmul_rate(device)])
+    rates = statistics.median([*products, matmul_rate(device)]), copy_rate(device)
     lines: list[Line] = [
         {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
-        | _result(steps[name], times[name], config, ceiling)
+        | _result(steps[name], times[name], config, rates)
         for name, config in variants.items()
     ]
     if len(variants) == 2:
@@ -90,24 +93,56 @@ def bench_step(
         ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
         ratio |= {"memory": round(stop / sincos, 4) if stop and sincos else None}
         lines.append(ratio | {"rounds": len(ratios)})
-    if profile:
-        lines += kernels(steps[base.positions.kind].update, device)
-    return timing.record_lines(lines, out, f"step_{base.arch}")
+    step = steps[base.positions.kind]
+    measured = kernels(step.update, device) if profile else []
+    a = (choose_precision(base.runtime.precision, device) or torch.float32).itemsize
+    by_kind = measured[0] if measured and device.type == "cuda" else None  # names are of kernels
+    lines += accounting.lines(accounting.account(base, step.tokens, a), rates, by_kind)
+    return timing.record_lines([*lines, *measured], out, f"step_{base.arch}")
 
 
-def _result(step: "WarmStep", times: list[float], config: Config, ceiling: float) -> Line:
+def _result(
+    step: "WarmStep", times: list[float], config: Config, rates: tuple[float, float]
+) -> Line:
     rate, batch_size = step.flops / statistics.median(times), config.optim.batch_size
+    ceiling, copied = rates
     return {
-        **step.tokens,
+        "context": step.tokens.context,
+        "target": step.tokens.target,
         **timing.speed(times, batch_size),
         "tflops": round(rate / 1e12, 3),
         "matmul_tflops": round(ceiling / 1e12, 3),
         "of_matmul": round(rate / ceiling, 3),
+        "copy_gb_per_s": round(copied / 1e9, 1),
         "gflop_per_image": round(step.flops / batch_size / 1e9, 3),
         "peak_memory_mib": step.memory,
         "compile_s": step.compile_seconds,
         **timing.circumstances(config),
     }
+
+
+def bench_account(
+    preset: str | None,
+    changes: dict[str, Any],
+    *,
+    masks: MaskSource = "own",
+    out: Path | None = None,
+) -> str:
+    """Operations and bytes of a step on a GPU, by shapes alone; returns JSON lines."""
+    config = configure(preset or "vit_b16_stop", changes)
+    if config.arch in BATCH and "optim.batch_size" not in changes:
+        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
+    device, one = torch.device("cpu"), [slice(0, 1)]
+    if masks == "published":
+        shapes = published_masks(config, 1, torch_generator("bench"))
+    else:
+        (shapes,) = draw_masks(config, likeliest_step(config), one, device)
+    tokens, half = tokens_of(shapes), config.runtime.precision != "fp32"
+    found = accounting.account(config, tokens, 2 if half else accounting.FULL)
+    about: Line = {"bench": "step account", **timing.sizes(config), "masks": masks}
+    about |= tokens._asdict() | {"precision": "half" if half else "float32"}
+    lines = [about | timing.machine(device), *accounting.lines(found)]
+    return timing.record_lines(lines, out, f"account_{config.arch}")
 
 
 def bench_masks(
@@ -138,7 +173,7 @@ def usual(preset: str | None, changes: dict[str, Any]) -> Config:
 
 # Purpose of a kernel by its name; the first match counts. Inductor's names begin with triton_.
 KINDS = {
-    "norms, residuals, sums": "triton_|reduce_kernel",
+    "norms, residuals, sums": "triton_|reduce_kernel|add_norm",
     "GELU": "gelu",
     "attention": "flash|fmha|attention",
     "matrix products": "gemm|nvjet|cutlass|xmma|splitK",
@@ -180,7 +215,7 @@ class WarmStep:
     flops: float  # of the whole batch, forward and backward
     memory: float | None  # peak, MiB, with weights and optimizer; None on a CPU
     compile_seconds: float  # of the first update
-    tokens: dict[str, int]
+    tokens: Tokens
 
 
 def prepare(config: Config, masks: MaskSource) -> WarmStep:
@@ -204,8 +239,7 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
         update()
     if on_gpu:
         memory = round((torch.cuda.max_memory_allocated() - before + kept) / 2**20, 1)
-    tokens = {"context": shapes.context.shape[1], "target": shapes.targets.shape[2]}
-    return WarmStep(update, count_flops(config, shapes), memory, seconds, tokens)
+    return WarmStep(update, count_flops(config, shapes), memory, seconds, tokens_of(shapes))
 
 
 @cache
@@ -250,6 +284,11 @@ def published_masks(config: Config, batch: int, generator: torch.Generator) -> m
     return masking.Masks(choose(context, batch), choose(target, m, batch))
 
 
+def tokens_of(masks: masking.Masks) -> Tokens:
+    blocks, _, target = masks.targets.shape
+    return Tokens(masks.context.shape[1], blocks, target)
+
+
 def count_flops(config: Config, masks: masking.Masks) -> float:
     """Operations of the matrix products of one update, as torch counts them, without running it.
 
@@ -276,3 +315,11 @@ def matmul_rate(device: torch.device) -> float:
     a = torch.randn(n, n, device=device, dtype=dtype)
     seconds = min(timing.seconds_per_call(lambda: torch.mm(a, a), device) for _ in range(5))
     return 2 * n**3 / seconds
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of a large copy on the device: the ceiling of memory."""
+    a = torch.empty(COPIED[device.type], device=device, dtype=torch.uint8)
+    b = torch.zeros_like(a)
+    seconds = min(timing.seconds_per_call(lambda: a.copy_(b), device) for _ in range(5))
+    return 2 * a.nbytes / seconds

@@ -85,15 +85,20 @@ def check_folder(folder: Path) -> None:
         raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
 
 
-def record_lines(lines: list[Line], folder: Path | None, what: str) -> str:
-    """Returns `lines` as JSON, and appends them to `what`_MACHINE_DATE.md in `folder`, if given."""
-    text = "\n".join(json.dumps(line) for line in lines)
+def record_lines(
+    lines: list[Line], folder: Path | None, what: str, about: Line | None = None
+) -> str:
+    """Returns `lines` as JSON, and appends them to `what`_MACHINE_DATE.md in `folder`, if given.
+
+    `about` has the machine and the date; by default the first line.
+    """
+    text, about = "\n".join(json.dumps(line) for line in lines), about or lines[0]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        device, date, end = lines[0]["device"], lines[0]["date"], "```\n"
+        device, date, end = about["device"], about["date"], "```\n"
         slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
         path = folder / f"{what}_{slug}_{date}.md"
-        title = f"# `stopmim bench {lines[0]['bench'].split()[0]}` on {device}, {date}"
+        title = f"# `stopmim bench {about['bench'].split()[0]}` on {device}, {date}"
         before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
         write_whole(path, f"{before.removesuffix(end)}{text}\n{end}")
     return text
