@@ -84,6 +84,19 @@ def test_a_folder_of_arrays_alone(ending: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(images.read(2), image(2))
 
 
+@pytest.mark.parametrize("name", ["x.zarr", "x.npy"])
+def test_a_stack_of_images_is_told_from_an_image(name: str, tmp_path: Path) -> None:
+    stack = np.zeros((5, 4, 32, 32), np.uint16)
+    if name == "x.npy":
+        np.save(tmp_path / name, stack)
+    else:
+        made = zarr.create_array(str(tmp_path / name), shape=stack.shape, dtype=stack.dtype)
+        made[:] = stack
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(BadImageError, match=r"\(5, 4, 32, 32\) is not an image .* per image"):
+            open_images(source).read(0)
+
+
 def test_arrays_beside_pictures_are_not_images(tmp_path: Path) -> None:
     write_picture(tmp_path / "x.png")
     np.save(tmp_path / "depth.npy", image(0))

@@ -198,3 +198,23 @@ def test_shards_are_walked_once_and_again_when_they_change(
     shard(Path(paths[1]), 10, 3)
     assert len(Tar(paths)) == 6
     assert walked == paths
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "unknown method", "encrypted", "cut"])
+def test_a_hostile_file_in_the_cache_is_indexed_anew(place: Path, kind: str) -> None:
+    cache.store("folder", b"key", {"x": np.arange(1000)})
+    (file,) = place.iterdir()
+    data = bytearray(file.read_bytes())
+    where = data.rindex(b"PK\x01\x02")  # the last entry of the directory of the zip
+    if kind in ("pipe", "endless"):
+        file.unlink()
+        os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
+    elif kind == "unknown method":
+        data[where + 10] = 99
+        file.write_bytes(data)
+    elif kind == "encrypted":
+        data[where + 8] |= 1
+        file.write_bytes(data)
+    else:
+        file.write_bytes(data[: len(data) // 2])
+    assert cache.load("folder", b"key") is None

@@ -75,15 +75,19 @@ def test_the_text_fits_a_terminal_and_says_what_to_do(folder: Path) -> None:
     assert lines[-1].startswith("  verdict   not usable")
 
 
-def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_skipped(
+def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_listed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fixes = tmp_path / "fixes.jsonl"
     words = ["check", str(folder), "--preset", "tiny_cpu"]
-    assert main([*words, "--fix-list", str(fixes)]) == 3
+    assert main(words) == 3
     said = capsys.readouterr()
     assert "verdict   not usable" in said.out
     assert sum("stopmim: error" in line for line in said.err.splitlines()) == 1
+    assert main([*words, "--fix-list", str(fixes)]) == 0
+    said = capsys.readouterr()
+    assert f"wrote {fixes}: 3 images to leave out" in said.out
+    assert "stopmim: error" not in said.err
     assert [json.loads(line)["name"] for line in fixes.read_text().splitlines()] == [
         "a/cut.jpg",
         "a/empty.png",

@@ -3,6 +3,7 @@ import os
 import random
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -391,3 +392,34 @@ def test_a_jpeg_of_hundreds_of_scans_is_a_bad_image_at_once() -> None:
     with pytest.raises(BadImageError, match="400 scans of 16000000 pixels"):
         decode(scans(400))
     assert decode(scans(40, 64)).shape == (64, 64, 3)  # of a small one they take no time
+
+
+HUGE = """
+import io, threading
+from pathlib import Path
+from PIL import Image
+from stopmim.data.decode import decode
+
+file = io.BytesIO()
+Image.new("F", (8000, 8000)).save(file, "TIFF", compression="tiff_deflate")
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+def read():
+    for _ in range(2):  # after the first one glibc keeps larger blocks
+        before = resident()
+        pixels = decode(file.getvalue())
+        print(resident() - before)
+
+thread = threading.Thread(target=read)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_huge_picture_costs_its_pixels_alone_once_it_is_read_in_a_thread_too() -> None:
+    """192 MB; Pillow holds 256 meanwhile, which glibc would keep."""
+    done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True)
+    assert [int(line) < 260 for line in done.stdout.split()] == [True, True], done.stdout

@@ -20,14 +20,14 @@ from stopmim.config.schema import Config, override
 from stopmim.data.images import Images
 from stopmim.data.loading import Crops
 from stopmim.data.order import permutation
-from stopmim.data.pack import LOCK, Kind, pack
+from stopmim.data.pack import LOCK, ShardFormat, pack
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
-from stopmim.data.sources.packed import read_index, verify
+from stopmim.data.sources.packed import read_index, verify_shards
 from stopmim.train.loop import pretrain
 from tiny import tiny
 
-KINDS: list[Kind] = ["tar", "parquet"]
+KINDS: list[ShardFormat] = ["tar", "parquet"]
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def same(one: Images, other: Images) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_have_the_pixels_order_and_labels_of_their_source(
-    kind: Kind, folder: Path, tmp_path: Path
+    kind: ShardFormat, folder: Path, tmp_path: Path
 ) -> None:
     index = pack(folder, tmp_path / "out", kind=kind, shard_mib=1)
     assert [shard.images for shard in index.shards] == [16]
     same(open_images(folder), open_images(tmp_path / "out"))
-    assert verify(tmp_path / "out") == index == read_index(tmp_path / "out")
+    assert verify_shards(tmp_path / "out") == index == read_index(tmp_path / "out")
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [f".{kind}", ".json"][::-1]
 
 
@@ -92,7 +92,7 @@ def test_crops_and_order_are_those_of_the_folder(folder: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_do_not_depend_on_workers_or_time(
-    kind: Kind, folder: Path, tmp_path: Path
+    kind: ShardFormat, folder: Path, tmp_path: Path
 ) -> None:
     first = pack(folder, tmp_path / "a", kind=kind, size=24, workers=0)
     second = pack(folder, tmp_path / "b", kind=kind, size=24, workers=2)
@@ -151,7 +151,7 @@ def test_arrays_are_packed_without_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "channels"), [("uint16", 5), ("float32", 1), ("uint8", 4)])
 def test_images_of_any_channels_and_type_are_packed_without_loss(
-    tmp_path: Path, kind: Kind, dtype: str, channels: int
+    tmp_path: Path, kind: ShardFormat, dtype: str, channels: int
 ) -> None:
     pixels = np.random.default_rng(1).integers(0, 250, (6, 20, 30, channels)).astype(dtype)
     names = [f"band {c}" for c in range(channels)]
@@ -193,7 +193,7 @@ def test_verify_finds_any_damage(damage: str, folder: Path, tmp_path: Path) -> N
         case "remove":
             shard.unlink()
     with pytest.raises(DataError, match=r"00000\.tar: .*; pack again"):
-        verify(tmp_path / "out")
+        verify_shards(tmp_path / "out")
 
 
 def test_verify_says_what_it_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_a_strange_index_is_no_internal_error(text: str, folder: Path, tmp_path:
     pack(folder, tmp_path / "out")
     (tmp_path / "out/index.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(DataError):
-        verify(tmp_path / "out")
+        verify_shards(tmp_path / "out")
 
 
 def test_an_index_cannot_point_outside_its_folder(folder: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_an_index_cannot_point_outside_its_folder(folder: Path, tmp_path: Path) 
     file = tmp_path / "out/index.json"
     file.write_text(file.read_text().replace("00000.tar", "../photos/cat/a.jpg"))
     with pytest.raises(DataError, match="not a file of this folder"):
-        verify(tmp_path / "out")
+        verify_shards(tmp_path / "out")
 
 
 def test_other_options_or_images_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -319,3 +319,21 @@ def test_after_ctrl_c_the_same_command_continues(tmp_path: Path) -> None:
     assert child.returncode == 130
     assert "stopped" in said.splitlines()[-1]
     assert len(pack(tmp_path / "photos", tmp_path / "out", size=64, shard_mib=1).shards) == 1
+
+
+def test_hidden_files_of_others_stay_in_the_folder(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".mine.json").write_text("{}")
+    pack(folder, out)
+    assert [path.name for path in out.glob(".*")] == [".mine.json"]
+
+
+@pytest.mark.parametrize("each", [0, -3, "x", None])
+def test_a_strange_plan_is_made_anew(folder: Path, tmp_path: Path, each: object) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    plan = {"kind": "tar", "size": None, "quality": None, "shard_mib": 256, "shuffle": False}
+    prints = {"fingerprints": {"": open_images(folder).fingerprint}, "per_shard": {"": each}}
+    (out / ".pack.json").write_text(json.dumps(plan | prints))
+    assert sum(shard.images for shard in pack(folder, out).shards) == len(open_images(folder))

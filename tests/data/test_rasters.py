@@ -11,10 +11,11 @@ import zarr
 from odd_arrays import dicom
 from PIL import Image
 
+from stopmim.data.channels import Form
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.open import open_raster
-from stopmim.data.rasters.raster import MOST, Form, Plain, Raster, form_of
+from stopmim.data.rasters.raster import MOST, Plain, Raster, form_of
 from stopmim.data.rasters.windows import read_view, read_whole
 
 HEIGHT, WIDTH, BANDS = 100, 130, 12

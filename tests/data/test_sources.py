@@ -62,6 +62,17 @@ def test_a_root_with_train_and_val_has_these_splits(tmp_path: Path, test: str) -
     assert len(open_images(f"folder:{tmp_path}")) == 4
 
 
+def test_images_beside_the_splits_are_mentioned_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, "train/a/1.png", "train/b/2.png", "val/a/3.png", "x.png", "y.png", ".z.png")
+    for split in (None, "train", "test"):
+        open_images(tmp_path, split)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 images lie beside train/ and its test split" in line
+    assert "as x.png" in line
+
+
 def test_a_class_that_was_never_trained_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "train/ant/1.png", "train/bee/2.png", "val/eel/3.png")
     with pytest.raises(DataError, match="class eel is not among"):

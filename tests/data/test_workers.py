@@ -18,7 +18,7 @@ import torch._dynamo  # which an optimizer imports; it creates a cache folder, o
 
 from stopmim import Run, pretrain
 from stopmim.base.errors import InterruptedRunError, ResourceError
-from stopmim.data.loading import loader
+from stopmim.data.loading import Reader, loader
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.workers import Watched, batches, default_workers
 from stopmim.method.build import configure
@@ -224,13 +224,55 @@ def test_nothing_is_left_in_memory_or_on_disk_and_no_process(
     child.join()
     assert child.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
     workers = [int(path.name) for path in notes.iterdir() if int(path.name) != child.pid]
-    assert len(workers) >= 2  # others have looked at images before the first update
+    # Two for sample, health and updates alike, and one that looked at channels before.
+    assert len(workers) == 3
     until = time.monotonic() + 3
     while any(map(is_alive, workers)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_alive, workers))
     assert list(temporary.iterdir()) == []
     assert not {name for name in set(os.listdir("/dev/shm")) - shared if "torch" in name}
+
+
+KEYS = [[(0, i), (1, i)] for i in range(6)]
+
+
+def test_processes_that_stay_are_the_same_for_all_that_is_read(tmp_path: Path) -> None:
+    config = configure(tiny(runtime={"workers": 2}))
+    with Reader(Noting(tmp_path), config).running() as reader:
+        facts = list(reader.facts([[0, 1], [2], [3]]))
+        found = list(reader.crops(KEYS))
+    assert [row["number"] for some in facts for row in some.rows] == [0, 1, 2, 3]
+    want = list(Reader(NoiseImages(), configure(tiny())).crops(KEYS))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(found, want, strict=True))
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+
+
+def test_one_that_is_killed_while_it_waits_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure(tiny(runtime={"workers": 2}))
+    want = list(Reader(NoiseImages(), configure(tiny())).crops(KEYS))
+    with Reader(NoiseImages(), config).running() as reader:
+        list(reader.facts([[0], [1]]))
+        process = reader.watched.pool[1].process
+        process.kill()
+        process.join()
+        found = list(reader.crops(KEYS))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(found, want, strict=True))
+    assert capsys.readouterr().err.count("another process tries again") == 1
+
+
+def test_lists_that_nobody_waits_for_are_not_answered_later() -> None:
+    config = configure(tiny(runtime={"workers": 2}))
+    want = list(Reader(NoiseImages(), configure(tiny())).crops(KEYS))
+    with Reader(NoiseImages(), config).running() as reader:
+        left = reader.crops(reversed(KEYS))
+        next(left)
+        left.close()
+        assert reader.watched.pool == []
+        found = list(reader.crops(KEYS))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(found, want, strict=True))
 
 
 def test_a_slow_image_within_the_limit_is_read() -> None:

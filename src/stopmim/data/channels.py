@@ -1,4 +1,6 @@
-"""Channels of an image and the type of its numbers: what is accepted, and how it is said."""
+"""The form of an image: its channels and the type of its numbers, as accepted and as printed."""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,32 @@ _CONVERTED = {"bool": np.uint8, "int8": np.int16} | dict.fromkeys(
 )
 
 
+class Form(NamedTuple):
+    """Channels of an image and the type of its numbers; by default 8-bit RGB, as in pictures."""
+
+    channels: int = 3
+    kind: Kind = "uint8"
+    names: tuple[str, ...] = ()  # of the channels, if they have names
+
+    @classmethod
+    def of(cls, pixels: np.ndarray) -> "Form":
+        """The form of an image (H, W, C)."""
+        kind: Any = pixels.dtype.name
+        return cls(pixels.shape[2], kind)
+
+    @property
+    def is_rgb(self) -> bool:
+        return self.is_like(Form())
+
+    def is_like(self, other: "Form") -> bool:
+        """Whether both have the same channels and type, whatever the names."""
+        return self[:2] == other[:2]
+
+    def __str__(self) -> str:
+        plural = "s" if self.channels != 1 else ""
+        return f"{self.channels} channel{plural}, {WORDS.get(self.kind, self.kind)}"
+
+
 def as_kind(pixels: np.ndarray) -> np.ndarray | None:
     """`pixels` in a type of `Kind`, converted if need be; None if they are not real numbers."""
     name = pixels.dtype.name
@@ -30,26 +58,18 @@ def as_kind(pixels: np.ndarray) -> np.ndarray | None:
         return pixels.astype(_CONVERTED[name])
 
 
-def described(channels: int, kind: str) -> str:
-    """Number and type of the channels in words: "12 channels, 16 bit"."""
-    return f"{channels} channel{'s' * (channels != 1)}, {WORDS.get(kind, kind)}"  # type: ignore[call-overload]
-
-
-def fitting(pixels: np.ndarray, stats: PixelStats) -> np.ndarray:
-    """The image, in a type of `Kind`; raises BadImageError unless it is like the others."""
-    if pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 == stats.channels:
-        if stats.kind == "uint8":  # an ordinary picture: nothing to convert
+def fitting(pixels: np.ndarray, like: Form | PixelStats) -> np.ndarray:
+    """The image, in a type of `Kind`; raises BadImageError unless it has the form of the others."""
+    if pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 == like.channels:
+        if like.kind == "uint8":  # an ordinary picture: nothing to convert
             return pixels
     elif pixels.ndim == 3 and (converted := as_kind(pixels)) is not None:
         pixels = converted
-        if (pixels.shape[2], pixels.dtype.name) == (stats.channels, stats.kind):
+        if (pixels.shape[2], pixels.dtype.name) == (like.channels, like.kind):
             return pixels
     if pixels.ndim != 3:
         raise BadImageError(
             f"an array of {pixels.ndim} dimensions; expected height, width, channels"
         )
-    found, others = (
-        described(n, kind)
-        for n, kind in ((pixels.shape[2], pixels.dtype.name), (stats.channels, stats.kind))
-    )
-    raise BadImageError(f"{found}, where the others have {others}")
+    others = Form(like.channels, like.kind)
+    raise BadImageError(f"{Form.of(pixels)}, where the others have {others}")

@@ -1,4 +1,4 @@
-"""Reads every image of a data set before hours are spent on training, and reports problems."""
+"""Reads every image of a data set, and reports problems before hours are spent on training."""
 
 import statistics
 import textwrap
@@ -13,15 +13,16 @@ import numpy as np
 from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
 from stopmim.config.schema import Config
+from stopmim.data.content import Comparison, compare_content
 from stopmim.data.duplicates import groups
 from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
 from stopmim.data.images import Images
+from stopmim.data.order import evenly_spaced
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scanning import describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import underlying, without_loose
-from stopmim.data.verify import Verified, spread, verify
 from stopmim.method.build import configure
 
 SHOWN = 20  # broken images that are listed
@@ -55,14 +56,21 @@ class Report:
     refused: str | None = None  # why a test split cannot be opened
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
     """test images that are also in training: name, name of the training image, whether equal"""
-    verified: Verified | None = None  # comparison of the content with that of another time
+    comparison: Comparison | None = None  # of the content with that of another time
 
     @property
     def problem(self) -> str | None:
         """Why these images cannot be used for training or evaluation as they are."""
-        changed = self.verified.problem if self.verified else None
+        changed = self.comparison.problem if self.comparison else None
         own = self._unreadable or self.refused or changed
         return own or (self.test.problem if self.test else None)
+
+    @property
+    def only_broken(self) -> bool:
+        """Whether leaving out the broken images leaves a usable data set."""
+        if self.refused or (self.comparison and self.comparison.problem):
+            return False
+        return all(split.sides for split in (self, self.test) if split)
 
     @property
     def test_bad(self) -> list[tuple[str, str]]:
@@ -122,7 +130,7 @@ class Report:
         rows += [*self._similar(), *broken]
         if self.others:
             rows += [("not read", describe_others(self.others))]
-        rows += [("content", self.verified.said)] if self.verified else []
+        rows += [("content", self.comparison.said)] if self.comparison else []
         if self.refused:
             rows += [("test", self.refused)]
         if self.test:
@@ -237,8 +245,8 @@ def check(
         _report(source, config, images, facts, found, seconds)
         for (source, images), (facts, seconds), found in zip(splits, read, copies, strict=True)
     ]
-    verified = verify(images, read[0][0], against) if against else None
-    report = replace(reports[0], refused=refused, verified=verified)
+    comparison = compare_content(images, read[0][0], against) if against else None
+    report = replace(reports[0], refused=refused, comparison=comparison)
     if test is not None:
         leaked = _leaked(images, test, [facts for facts, _ in read], copies)
         report = replace(report, test=reports[1], leaked=leaked)
@@ -249,7 +257,7 @@ def check(
 
 def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, float]:
     """Facts about the images, or `limit` of them, and the seconds that this took."""
-    numbers = spread(len(images), limit or len(images))
+    numbers = evenly_spaced(len(images), limit or len(images))
     begin, runtime = time.monotonic(), config.runtime
     facts = inspect_images(images, numbers, runtime.workers, runtime.worker_timeout)
     return facts, time.monotonic() - begin
@@ -258,7 +266,7 @@ def _read(images: Images, config: Config, limit: int | None) -> tuple[Facts, flo
 def _report(
     source: str, config: Config, images: Images, facts: Facts, copies: Copies, seconds: float
 ) -> Report:
-    rows, whole = facts.rows, underlying(images)
+    rows, whole, names = facts.rows, underlying(images), getattr(images, "channel_names", None)
     short, long = (f(rows["height"], rows["width"]) for f in (np.minimum, np.maximum))
 
     def name(row: int) -> str:
@@ -282,7 +290,7 @@ def _report(
         ],
         others=getattr(whole, "others", {}),
         loose=getattr(whole, "loose", 0),
-        channels=facts.planes.rows(getattr(images, "channel_names", None)) if facts.planes else [],
+        channels=facts.channels.rows(names) if facts.channels else [],
         # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={
             key: np.unique(label, return_counts=True)[1].tolist()

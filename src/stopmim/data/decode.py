@@ -22,6 +22,8 @@ from functools import partial
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
 
+from stopmim.base.memory import give_back
+
 try:
     import simplejpeg
 except ImportError:  # the extra `fast`
@@ -31,7 +33,8 @@ except ImportError:  # the extra `fast`
 MAX_PIXELS = int(os.environ.get("STOPMIM_MAX_PIXELS", 89_478_485))
 if "STOPMIM_MAX_PIXELS" in os.environ:
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-STRIP = 2**22  # pixels that are converted at a time, lest a large image take several times its size
+LARGE = 2**27  # bytes of pixels, beyond which freed memory is worth a call
+STRIP = 2**20  # pixels converted at a time: otherwise a large image takes several times its size
 # Every scan of a progressive JPEG is a pass over all pixels, at about 10 ** 8 a second, and ten
 # to 18 are usual: more than FEW_SCANS may not pass over more pixels than SCANNED.
 FEW_SCANS, SCANNED = 20, 3 * 10**8
@@ -137,7 +140,10 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
         text = one_line(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
-    return np.ascontiguousarray(image)
+    pixels = np.ascontiguousarray(image)
+    if pixels.size > LARGE:
+        give_back()  # what Pillow held meanwhile
+    return pixels
 
 
 def one_line(error: BaseException) -> str:

@@ -77,10 +77,10 @@ def _search(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
         for block in _blocks(shown):
             pairs, similarity = _candidates(thumbnails, block, standard, index)
             found.append(pairs[similarity >= SIMILAR])
-            for some in _blocks(pairs[similarity < SIMILAR], BLOCK // 8):
-                crops = _describe(thumbnails[some[:, 0]], _FINE, standard)
-                alike = _similarity(crops, thumbnails[some[:, 1]], standard) >= SIMILAR
-                found.append(some[alike])
+            for batch in _blocks(pairs[similarity < SIMILAR], BLOCK // 8):
+                crops = _describe(thumbnails[batch[:, 0]], _FINE, standard)
+                alike = _similarity(crops, thumbnails[batch[:, 1]], standard) >= SIMILAR
+                found.append(batch[alike])
     return np.unique(np.sort(np.concatenate(found), axis=1), axis=0)
 
 
@@ -235,9 +235,9 @@ def _candidates(
     begin = np.searchsorted(image[order], image[order])
     order = order[np.arange(len(order)) - begin < NEAREST]
     similarity = [np.empty(0, np.float32)]
-    for some in _blocks(order):
-        rows = crops.reshape(len(block), -1, len(_KEPT))[query[some] // len(_COARSE) ** 2]
-        similarity.append(_similarity(rows, thumbnails[other[some]], standard))
+    for batch in _blocks(order):
+        rows = crops.reshape(len(block), -1, len(_KEPT))[query[batch] // len(_COARSE) ** 2]
+        similarity.append(_similarity(rows, thumbnails[other[batch]], standard))
     rough = np.concatenate(similarity)
     return np.stack([image, other], axis=1)[order[rough >= ROUGHLY]], rough[rough >= ROUGHLY]
 

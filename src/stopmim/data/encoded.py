@@ -1,4 +1,4 @@
-"""Images as the files of a shard: their own bytes, or resized and encoded anew."""
+"""Images as the files of a shard: their own bytes, or resized and re-encoded."""
 
 import io
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Encoded(NamedTuple):
     reason: str = ""  # why it cannot be read
 
 
-class Encoder:
+class FileEncoder:
     """Encodes images in worker processes.
 
     Without `size` a picture keeps its bytes. With it, one whose shorter side is longer becomes a

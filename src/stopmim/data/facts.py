@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stopmim.base.console import Ticker
-from stopmim.data.channels import fitting
+from stopmim.data.channel_facts import ChannelFacts, join_channel_facts
+from stopmim.data.channels import Form, fitting
 from stopmim.data.decode import BadImageError, collect_files, format_of
 from stopmim.data.duplicates import SIDE, join, near_duplicates, thumbnail
 from stopmim.data.images import Images
-from stopmim.data.looking import Seen, look
-from stopmim.data.planes import Planes, join_planes
+from stopmim.data.survey import common_form
 from stopmim.data.workers import Watched, batches
 
 CHUNK = 32  # images per answer of a worker
@@ -32,50 +32,52 @@ ROW = np.dtype(
 
 
 class Facts(NamedTuple):
-    """Facts about the readable images of one split, a row each, and why others are not."""
+    """Facts about the readable images of one split, a row each, and reasons for the others."""
 
     rows: np.ndarray  # (n,) ROW
     kinds: Counter[str]  # "JPEG RGB", ...
     bad: list[tuple[int, str]]  # image, reason
     searched: np.ndarray  # (m,) rows that have a thumbnail: all, or every k-th
     thumbnails: np.ndarray  # (m, S, S) uint8
-    planes: Planes | None = None  # of images that are not ordinary pictures
+    channels: ChannelFacts | None = None  # of images that are not ordinary pictures
 
 
 def inspect_images(
     images: Images, numbers: Sequence[int], workers: int | None = None, timeout: float = 300.0
 ) -> Facts:
     """Facts about these images, read by `workers` processes; None: one per core."""
-    watched, seen = Watched(images, workers, timeout), look(images)
+    watched, form = Watched(images, workers, timeout), common_form(images)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     every = max(1, -(-len(numbers) // SEARCHED))
     rows, bad, kinds = [np.empty(0, ROW)], list[tuple[int, str]](), Counter[str]()
     small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
-    planes = list[Planes | None]()
+    channels = list[ChannelFacts | None]()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(partial(look_at, watched, seen), chunks, watched):
+        for found in batches(partial(look_at, watched, form), chunks, watched):
             before = sum(kinds.values())
             rows.append(found.rows)
             small.append(found.thumbnails[-before % every :: every].copy())
             kinds.update(found.kinds)
             bad += found.bad
-            planes.append(found.planes)
+            channels.append(found.channels)
             done += CHUNK
             rate = min(done, len(numbers)) / (time.monotonic() - begin)
             ticker.update(min(done, len(numbers)), f"{rate:.0f} images/s")
     thumbnails = np.concatenate(small)
     searched = np.arange(len(thumbnails)) * every
-    return Facts(np.concatenate(rows), kinds, bad, searched, thumbnails, join_planes(planes))
+    return Facts(
+        np.concatenate(rows), kinds, bad, searched, thumbnails, join_channel_facts(channels)
+    )
 
 
-def look_at(watched: Watched, seen: Seen, numbers: list[int]) -> Facts:
+def look_at(watched: Watched, form: Form, numbers: list[int]) -> Facts:
     """Facts about these images, read in this process."""
-    stats, planes = seen.stats, list[Planes | None]()
+    channels = list[ChannelFacts | None]()
     rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
     for number in numbers:
         with collect_files() as files:
             try:
-                pixels = fitting(watched.read(number), stats)
+                pixels = fitting(watched.read(number), form)
             except BadImageError as error:
                 bad.append((number, str(error)))
                 continue
@@ -83,9 +85,9 @@ def look_at(watched: Watched, seen: Seen, numbers: list[int]) -> Facts:
         kinds[format_of(data) if files else "pixels"] += 1
         rows.append((number, *pixels.shape[:2], hashlib.sha256(data).digest()[:16]))
         small.append(thumbnail(pixels)[None])
-        planes.append(None if seen.is_rgb else Planes.of(pixels))
+        channels.append(None if form.is_rgb else ChannelFacts.of(pixels))
     thumbnails = np.concatenate(small)
-    every, whole = np.arange(len(thumbnails)), join_planes(planes)
+    every, whole = np.arange(len(thumbnails)), join_channel_facts(channels)
     return Facts(np.array(rows, ROW), kinds, bad, every, thumbnails, whole)
 
 

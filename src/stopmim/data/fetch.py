@@ -1,8 +1,8 @@
-"""Files at URLs, through fsspec: looked at, and fetched to local files whatever the network does.
+"""Fetches files at URLs to local files, through fsspec, and copes with bad networks.
 
-An attempt that breaks off is continued where it ended, after a pause that doubles each time and is
-partly random, or that the server asks for. A server that sends nothing for `stall()` seconds is
-asked again. After `patience()` seconds without a single new byte the file is given up. Whatever a
+A broken transfer resumes where it ended, after a pause that the server asks for, or else one that
+doubles each time and is partly random. A request is repeated if nothing arrives for `stall()`
+seconds, and the file given up after `patience()` seconds without a single new byte. Whatever a
 server sends, no more than the stated size of the file is written.
 """
 
@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from stopmim.base.console import warn
 from stopmim.base.secrets import shown
-from stopmim.data.protocols import About, AgainError, RemoteError, find, opened, seconds_of
+from stopmim.data.protocols import About, AgainError, RemoteError, find, opened, setting
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 60.0  # seconds between attempts
 START_PATIENCE = 60.0  # seconds for the first answer: a wrong name should not take minutes
@@ -23,7 +23,7 @@ QUIET = 5.0  # seconds of trouble before it is mentioned
 
 def patience() -> float:
     """Seconds without a byte, over all attempts, after which a file is given up."""
-    return seconds_of("STOPMIM_REMOTE_PATIENCE", 600.0)
+    return setting("STOPMIM_REMOTE_PATIENCE", 600.0)
 
 
 def look(url: str) -> About:
@@ -87,7 +87,7 @@ def list_files(pattern: str) -> list[str]:
 
 
 class Trouble:
-    """A time of failing attempts: how long to wait, and when to give up."""
+    """A series of failed attempts: how long to wait, and when to give up."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.url, self.limit = shown(url), limit
@@ -113,7 +113,7 @@ class Trouble:
 
 
 def _same(url: str, expected: About, got: About) -> None:
-    """Refuses a file that is not the one that was looked at."""
+    """Raises RemoteError if the file has changed since `look`."""
     for what, before, now in zip(("bytes", "version"), expected, got, strict=True):
         if before and now and before != now:
             raise RemoteError(f"{url}: changed while it was read: {what} {before} -> {now}")

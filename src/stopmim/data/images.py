@@ -89,8 +89,8 @@ class FileBacked(Images, Protocol):
 
 
 @runtime_checkable
-class SomeLabels(Protocol):
-    """Labels that are read when they are asked for."""
+class LazyLabels(Protocol):
+    """Labels that are read on demand."""
 
     def at(self, numbers: np.ndarray) -> dict[str, np.ndarray]: ...
 
@@ -113,8 +113,8 @@ def stamp(images: Images) -> str:
 
 
 def labels_at(images: Images, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """The labels of images `numbers` alone: those of remote images may have to be fetched."""
-    if isinstance(images.labels, SomeLabels):
+    """The labels of images `numbers` only, since labels of remote images may have to be fetched."""
+    if isinstance(images.labels, LazyLabels):
         return images.labels.at(numbers)
     return {name: np.asarray(values)[numbers] for name, values in images.labels.items()}
 

@@ -9,11 +9,12 @@ read or written is silently ignored: it only saves time.
 import contextlib
 import hashlib
 import os
-import tempfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
+
+from stopmim.base.errors import StorageError
+from stopmim.base.files import open_to_read, replaced
 
 VERSION = 3  # of the format; others are never read
 
@@ -29,9 +30,9 @@ def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
     if (path := _path(kind, key)) is None:
         return None
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with open_to_read(path) as file, np.load(file, allow_pickle=False) as arrays:
             found = dict(arrays)  # checks the CRC of every array
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
+    except Exception:  # whatever is damaged: it is indexed anew
         return None
     return found if found.pop("key", np.zeros(0)).tobytes() == key else None
 
@@ -39,16 +40,10 @@ def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
 def store(kind: str, key: bytes, arrays: dict[str, np.ndarray]) -> None:
     if (path := _path(kind, key)) is None:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StorageError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        try:
-            with open(handle, "wb") as file:
-                np.savez(file, key=np.frombuffer(key, np.uint8), **arrays)  # type: ignore[arg-type]
-            os.replace(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        with replaced(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, key=np.frombuffer(key, np.uint8), **arrays)  # type: ignore[arg-type]
 
 
 def folder() -> Path | None:

@@ -5,9 +5,9 @@ at which a run resumes changes a sample.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
-from stopmim.data.channels import fitting
+from stopmim.data.channels import Form, fitting
 from stopmim.data.crops import crop_box, crop_scale, draw_augmentation, resized, resized_crop
 from stopmim.data.decode import BadImageError
+from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images, open_image
 from stopmim.data.order import batch_keys, shares
-from stopmim.data.pixels import stats_of
+from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.rasters.raster import Raster, bytes_of
 from stopmim.data.rasters.windows import LARGE, read_view, read_whole
 from stopmim.data.workers import Watched, batches, cores_per_rank
@@ -108,6 +109,39 @@ class Crops:
         return Loaded(whole, augmentation, bad)
 
 
+class Reader:
+    """Reads images in worker processes, which can be the same ones for all that a run reads."""
+
+    def __init__(self, images: Images, config: Config) -> None:
+        self.images = images
+        self.watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
+        seen = Form(config.data.channels or RGB.channels, config.data.kind or RGB.kind)
+        self._tasks: dict[str, Callable[[list[Any]], Any]] = {
+            "crops": Crops(images, config, self.watched).batch,
+            "facts": partial(look_at, self.watched, seen),
+        }
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Reader"]:
+        """Starts the processes, and ends them when everything has been read."""
+        with self.watched.staying(self._make):
+            yield self
+
+    def crops(self, keys: Iterable[list[tuple[int, int]]]) -> Generator[Loaded, None, None]:
+        """The training crops for lists of (epoch, image number)."""
+        tasks = (("crops", part) for part in keys)
+        yield from batches(self._make, tasks, self.watched, lambda task: _numbers(task[1]))
+
+    def facts(self, numbers: Iterable[list[int]]) -> Iterator[Facts]:
+        """Facts about lists of images."""
+        tasks = (("facts", part) for part in numbers)
+        return batches(self._make, tasks, self.watched, lambda task: task[1])
+
+    def _make(self, task: tuple[str, list[Any]]) -> Any:
+        name, keys = task
+        return self._tasks[name](keys)
+
+
 def loader(
     images: Images,
     config: Config,
@@ -116,10 +150,12 @@ def loader(
     device: torch.device,
     rank: int = 0,
     world: int = 1,
+    reader: Reader | None = None,
 ) -> Generator[Loaded, None, None]:
     """Yields the micro-batches of this rank from step `start` on, read by worker processes.
 
-    They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there.
+    They are in CPU memory, pinned for a GPU; or on the GPU, for images that live there. The
+    processes are those of `reader`, if there is one already.
     """
     parts = shares(config.optim.batch_size, config.runtime.accumulate, rank, world)
     steps = steps_per_epoch(images, config)
@@ -136,7 +172,7 @@ def loader(
             yield Loaded(crops, augmentation, [])
         return
     _hint_at_pixels(images, config)
-    for whole, augmentation, bad in read_crops(images, config, order):
+    for whole, augmentation, bad in (reader or Reader(images, config)).crops(order):
         if device.type == "cuda":
             whole, augmentation = whole.pin_memory(), augmentation.pin_memory()
         yield Loaded(whole, augmentation, bad)
@@ -153,14 +189,6 @@ def _hint_at_pixels(images: Images, config: Config) -> None:
                 f"{config.data.crop_scale[0]:.0%} or more of them; "
                 f"--data.crop_pixels '[{size}, {4 * size}]' crops squares of so many instead"
             )
-
-
-def read_crops(
-    images: Images, config: Config, keys: Iterable[list[tuple[int, int]]]
-) -> Iterator[Loaded]:
-    """Yields the training crops for lists of (epoch, image number), read by worker processes."""
-    watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
-    return batches(Crops(images, config, watched).batch, keys, watched, _numbers)
 
 
 def _numbers(keys: list[tuple[int, int]]) -> list[int]:

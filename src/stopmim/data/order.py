@@ -72,3 +72,8 @@ def nearly_sequential(chunks: np.ndarray, window: int, rng: np.random.Generator)
     sequence = np.concatenate([np.arange(chunks[c], chunks[c + 1]) for c in pieces])
     places = np.arange(len(sequence)) if len(sequence) > window else 0
     return sequence[np.argsort(places + window * rng.random(len(sequence)), kind="stable")]
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Up to `count` numbers below `total`, from the first to the last."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()

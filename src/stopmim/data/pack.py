@@ -23,7 +23,7 @@ from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
 from stopmim.base.files import read_regular, replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.encoded import Encoded, Encoder
+from stopmim.data.encoded import Encoded, FileEncoder
 from stopmim.data.images import Images
 from stopmim.data.sources.open import keep_outside, open_images, open_test
 from stopmim.data.sources.packed import FORMAT, INDEX, Index, PackedShard
@@ -31,7 +31,7 @@ from stopmim.data.sources.parquet import parquet_file
 from stopmim.data.sources.tar import WINDOW
 from stopmim.data.workers import Watched, batches
 
-Kind = Literal["tar", "parquet"]
+ShardFormat = Literal["tar", "parquet"]
 
 CHUNK = 16  # images per answer of a worker
 SAMPLE = 64  # images whose bytes tell how many fill a shard
@@ -41,9 +41,9 @@ SHOWN = 3  # unreadable images that are named
 
 
 class Plan(NamedTuple):
-    """All that decides which bytes are written."""
+    """Everything that determines the bytes of the shards."""
 
-    kind: Kind
+    kind: ShardFormat
     size: int | None
     quality: int | None  # None without `size`: nothing is encoded anew
     shard_mib: int
@@ -56,14 +56,14 @@ class Part(NamedTuple):
     """The images of one split, and what makes files of them."""
 
     images: Images
-    encoder: Encoder
+    encoder: FileEncoder
 
 
 def pack(
     data: str | Path | Images,
     out: str | Path,
     *,
-    kind: Kind = "tar",
+    kind: ShardFormat = "tar",
     size: int | None = None,
     quality: int = 90,
     shard_mib: int = 256,
@@ -91,7 +91,7 @@ def pack(
     splits = {"": images} if test is None else {"train": images, "test": test}
     with _claimed(folder):
         parts = {
-            split: Part(one, Encoder(Watched(one, workers, 300.0, "--workers "), size, quality))
+            split: Part(one, FileEncoder(Watched(one, workers, 300.0, "--workers "), size, quality))
             for split, one in splits.items()
         }
         mixed = max(map(len, splits.values())) > WINDOW if shuffle is None else shuffle
@@ -103,8 +103,8 @@ def pack(
             shards = [made for split, part in parts.items() for made in packing.shards(split, part)]
         index = _index(plan, images, shards)
         write_whole(folder / INDEX, json.dumps(index.model_dump(), indent=1) + "\n")
-        for leftover in folder.glob(".*.json"):
-            leftover.unlink()
+        for name in (PLAN, *(f".{shard.name}.json" for shard in shards)):
+            (folder / name).unlink(missing_ok=True)
     if lost := packing.lost:
         named = "; ".join(lost[:SHOWN])
         say(f"{len(lost)} of {total:,} images cannot be read and are left out: {named}")
@@ -146,7 +146,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
-    """`wanted` with the numbers that only the images tell, or those of the pack begun here."""
+    """`wanted`, completed by the images, or by the unfinished pack in `folder`."""
     prints = {split: part.images.fingerprint for split, part in parts.items()}
     if (begun := _begun(folder)) is not None:
         wanted = wanted._replace(fingerprints=prints, per_shard=begun.per_shard)
@@ -168,13 +168,14 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
 
 def _begun(folder: Path) -> Plan | None:
     try:
-        return Plan(**json.loads(read_regular(folder / PLAN)))
-    except (OSError, ValueError, TypeError):
+        plan = Plan(**json.loads(read_regular(folder / PLAN)))
+        return plan if all(int(each) > 0 for each in plan.per_shard.values()) else None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _per_shard(part: Part, mib: int) -> int:
-    """Number of images that fill a shard, by the mean of some that are spread over all."""
+    """Number of images that fill a shard, estimated from an evenly spaced sample."""
     total = len(part.images)
     numbers = np.linspace(0, total - 1, min(SAMPLE, total)).astype(int).tolist()
     sizes = [len(one.data) for one in part.encoder(numbers) if not one.reason]
@@ -185,7 +186,7 @@ def _per_shard(part: Part, mib: int) -> int:
 
 
 class Packing:
-    """A pack under way: what it has done so far, and how fast."""
+    """Progress of a pack, and the images that it could not read."""
 
     def __init__(self, folder: Path, plan: Plan, ticker: Ticker) -> None:
         self.folder, self.plan, self.ticker = folder, plan, ticker
@@ -193,7 +194,7 @@ class Packing:
         self.began, self.read = time.monotonic(), 0
 
     def shards(self, split: str, part: Part) -> Iterator[PackedShard]:
-        """Yields every shard of a split: those at hand, and new ones."""
+        """Yields every shard of a split, existing and new ones."""
         keys, each, total = _keys(part.images), self.plan.per_shard[split], len(part.images)
         order = numpy_generator("pack").permutation(total) if self.plan.shuffle else range(total)
         for k, start in enumerate(range(0, total, each)):
@@ -223,12 +224,12 @@ class Packing:
 
 
 def _recorded(record: Path, shard: Path) -> tuple[PackedShard, list[str]] | None:
-    """What an earlier call wrote down about a shard that is still there."""
+    """The record of a shard that an earlier call wrote and that is still there, or None."""
     try:
         about, lost = json.loads(read_regular(record))
         made = PackedShard.model_validate(about)
         return (made, lost) if shard.stat().st_size == made.bytes else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -1,4 +1,4 @@
-"""What the numbers of an image mean: their type, and how each channel is normalised.
+"""Pixel statistics: the type of the numbers of an image, and how each channel is normalised.
 
 An ordinary picture has three channels of 8 bits, normalised by ImageNet's statistics. Any other
 image has C channels of some type, and statistics that were measured once on a sample of them; they

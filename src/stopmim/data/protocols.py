@@ -1,4 +1,4 @@
-"""One attempt to get a file at a URL, by the packages below fsspec, and what its failure means."""
+"""One attempt to fetch a file at a URL through fsspec, and the meaning of its failure."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.secrets import reveal, shown
 from stopmim.base.waiting import within
 
-# What installs the others; any other protocol of fsspec may read what no user has named.
+# Protocol -> package that it needs. Others of fsspec may read files that the user has not named.
 PROTOCOLS = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
     "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "memory": "fsspec",
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class About(NamedTuple):
-    """What a server says of a file."""
+    """Size and version of a file, as its server reports them."""
 
     size: int
     version: str  # its ETag or the like; "" if there is none
 
 
 class RemoteError(DataError):
-    """A remote file cannot be had, or is not what it was."""
+    """A remote file cannot be fetched, or has changed."""
 
 
 class MissingError(RemoteError):
@@ -43,7 +43,7 @@ class DeniedError(RemoteError):
 
 
 class AgainError(Exception):
-    """An attempt has failed in a way that may pass."""
+    """A temporary failure: the attempt may be repeated."""
 
     def __init__(self, reason: object, after: float = 0.0) -> None:
         super().__init__(" ".join(shown(str(reason)).split())[:200])
@@ -56,7 +56,7 @@ def is_url(text: str) -> bool:
 
 def stall() -> float:
     """Seconds without a byte after which a request is repeated."""
-    return seconds_of("STOPMIM_REMOTE_STALL", 30.0)
+    return setting("STOPMIM_REMOTE_STALL", 30.0)
 
 
 class Answer(Protocol):
@@ -135,7 +135,7 @@ class _Http:
 
 
 class _Other:
-    """A file of another protocol, whose own package knows how to ask for it."""
+    """A file of another protocol, fetched by the package for it."""
 
     def __init__(self, files: Any, url: str, start: int, count: int | None) -> None:
         self.url, self.start, path = url, start, _path(files, url)
@@ -213,7 +213,7 @@ def _path(files: Any, url: str) -> str:
 
 
 def _failed(url: str, error: Exception) -> Exception:
-    """What an exception of fsspec, or of a package below it, means."""
+    """The error of ours for an exception of fsspec, or of a package below it."""
     name = type(error).__name__
     if isinstance(error, AgainError | UserError):
         return error
@@ -238,7 +238,7 @@ def _words(name: str) -> str:
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of `function`; AgainError if it takes longer, and then it is left alone."""
+    """The result of `function`; AgainError if it takes longer."""
     try:
         return within(seconds, function)
     except TimeoutError:
@@ -250,11 +250,12 @@ def _number(text: str) -> float:
     return float(text) if re.fullmatch(r"\d{1,6}", text) else 0.0
 
 
-def seconds_of(variable: str, default: float) -> float:
+def setting(variable: str, default: float, unit: str = "seconds") -> float:
+    """A number above 0 from an environment variable."""
     text = os.environ.get(variable) or str(default)
     try:
         if (value := float(text)) > 0:
             return value
     except ValueError:
         pass
-    raise UserError(f"{variable}: expected seconds above 0, got {text!r}")
+    raise UserError(f"{variable}: expected {unit} above 0, got {text!r}")

@@ -26,13 +26,14 @@ from typing import IO, Any, NamedTuple
 
 from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError
-from stopmim.base.files import write_whole
+from stopmim.base.files import read_regular, write_whole
 from stopmim.data import index_cache
 from stopmim.data.fetch import fetch, look, patience
-from stopmim.data.protocols import About, MissingError, RemoteError
+from stopmim.data.protocols import About, MissingError, RemoteError, setting
 
 DEFAULT_GB = 50.0
 WRONG = 3  # times that a checksum may be wrong: a transfer may be damaged, but not always
+MOST_RECORD = 1_000_000  # bytes of a file that says what was fetched
 MAX_IMAGE = 2**30  # bytes of a file that is one image
 POLL = 0.05  # seconds between looks at a file that another process fetches
 
@@ -41,7 +42,7 @@ UNKNOWN = About(-1, "")
 
 
 class Remote(NamedTuple):
-    """A remote file, as far as it is known before it is fetched."""
+    """A remote file, with the facts known before it is fetched."""
 
     url: str  # as shown
     about: About = UNKNOWN
@@ -49,7 +50,7 @@ class Remote(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one image of many: asked for its size when it is fetched, not recorded."""
+        """Whether it is one image of many, whose size is asked for late and not recorded."""
         return self.about == UNKNOWN
 
     @property
@@ -104,13 +105,7 @@ def folder() -> Path:
 
 def budget() -> int:
     """Bytes that all copies together may take."""
-    text = os.environ.get("STOPMIM_REMOTE_GB") or str(DEFAULT_GB)
-    try:
-        if (value := float(text)) > 0:
-            return int(value * 1e9)
-    except ValueError:
-        pass
-    raise UserError(f"STOPMIM_REMOTE_GB: expected gigabytes above 0, got {text!r}")
+    return int(setting("STOPMIM_REMOTE_GB", DEFAULT_GB, "gigabytes") * 1e9)
 
 
 def hold(remote: Remote) -> Held:
@@ -160,7 +155,7 @@ def _open(path: Path, size: int) -> Held | None:
 
 @contextlib.contextmanager
 def _untimed() -> Iterator[None]:
-    """Stops the clock of a worker's time for one image: to fetch has limits of its own."""
+    """Suspends the timeout of a worker for one image: fetching has limits of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -173,7 +168,7 @@ def _untimed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unlocked_after(file: IO[bytes]) -> Iterator[None]:
-    """Ends a lock that closing would not: a worker forked meanwhile has the file open as well."""
+    """Releases the lock explicitly: a worker forked meanwhile keeps the file open."""
     try:
         yield
     finally:
@@ -243,8 +238,8 @@ def look_at_image(url: str) -> About:
 def recorded(url: str) -> dict[str, Any] | None:
     """URL, bytes and sha256 of a file when it was first fetched here; None if it never was."""
     try:
-        about = json.loads(_record(url).read_bytes())
-    except (OSError, ValueError):
+        about = json.loads(read_regular(_record(url), MOST_RECORD))
+    except (OSError, ValueError, RecursionError):
         return None
     return about if isinstance(about, dict) else None
 
@@ -266,7 +261,7 @@ _full = False  # whether the budget was exceeded, and that was said
 
 
 def _make_room(place: Path, size: int) -> None:
-    """Evicts copies longest out of use until all are within the budget, an unfinished one too."""
+    """Evicts the least recently used copies, unfinished ones too, until the rest fit the budget."""
     global _slack, _full
     _slack -= size
     if _slack >= 0:
@@ -309,9 +304,9 @@ def _evict(path: Path) -> bool:
 
 
 class RemoteFiles(Sequence[str]):
-    """Paths of local copies of remote files. To take one fetches it, if there is no copy.
+    """Paths of local copies of remote files. Indexing fetches the file if there is no copy.
 
-    Each thread keeps the copy that it took last; `hold` keeps others.
+    Each thread holds the copy that it used last; `hold` holds others.
     """
 
     def __init__(self, remotes: Sequence[Remote]) -> None:

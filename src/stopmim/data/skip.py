@@ -98,7 +98,7 @@ def check_writable(file: Path) -> None:
         with tempfile.TemporaryFile(dir=file.parent):
             pass
     except OSError as error:
-        raise _unwritable(file, error) from None
+        raise StorageError(f"{file}: cannot write the list: {error.strerror}") from None
 
 
 def write_list(file: Path, bad: Bad, test_bad: Bad) -> None:
@@ -106,7 +106,3 @@ def write_list(file: Path, bad: Bad, test_bad: Bad) -> None:
     lines = [{"name": name, "reason": why} for name, why in bad]
     lines += [{"name": name, "reason": why, "part": "test"} for name, why in test_bad]
     write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _unwritable(file: Path, error: OSError) -> StorageError:
-    return StorageError(f"{file}: cannot write the list: {error.strerror}")

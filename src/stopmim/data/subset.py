@@ -13,7 +13,7 @@ from stopmim.base.random_keys import numpy_generator
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
 from stopmim.data.rasters.raster import Raster
-from stopmim.data.rasters.stack import Some
+from stopmim.data.rasters.stack import SomeChannels
 
 
 class Subset:
@@ -89,7 +89,7 @@ class Selected:
 
     def open(self, i: int) -> Raster | None:
         whole = open_image(self.images, i)
-        return None if whole is None else Some(whole, self.index)
+        return None if whole is None else SomeChannels(whole, self.index)
 
     def name(self, i: int) -> str:
         return self.images.name(i)
@@ -99,7 +99,7 @@ class Selected:
 
 
 def forward(part: object, images: Images, *abilities: str) -> None:
-    """Gives `part` those of these abilities that the images have which it is taken from."""
+    """Copies to `part` those of these abilities that `images` has."""
     for name in abilities:
         if hasattr(images, name):
             setattr(part, name, getattr(images, name))
@@ -157,6 +157,14 @@ def find_named(images: Images, file: Path) -> list[int]:
         which = f"not among the {len(images)} training images: {missing[0]}{others}"
         raise DataError(f"{file}: {which}")
     return sorted(found)
+
+
+def check_named(images: Images, file: Path, labels: Sequence[str]) -> None:
+    """Raises DataError unless `file` names images, of two classes or more for each of `labels`."""
+    index = find_named(images, file)
+    for label in labels:
+        if len(np.unique(images.labels[label][index])) < 2:
+            raise DataError(f"{file}: its {len(index)} images have one {label}: nothing to fit")
 
 
 def _read_names(file: Path) -> list[str]:

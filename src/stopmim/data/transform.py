@@ -19,19 +19,20 @@ from torch import Tensor
 
 from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
+from stopmim.base.pictures import HIGHEST, Picture, Pictures
 from stopmim.data.channels import as_kind
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError, decode, from_pillow
 from stopmim.data.pixels import RGB, PixelStats
 from stopmim.data.rasters.open import open_raster
 from stopmim.data.rasters.raster import one_reason
-from stopmim.method.encoder import HIGHEST, Encoder, ImageEncoder, Picture, Pictures
+from stopmim.method.encoder import Encoder, ImageEncoder
 
 
 def resize_for(size: int) -> int:
     """Length of the shorter side of a picture whose middle an encoder of `size` pixels sees."""
     resize = round(size * 256 / 224)
-    # Of a margin of 3, 7, 11... pixels, torchvision cuts off one more first than transformers does.
+    # With a margin of 3, 7, 11... pixels, torchvision and transformers round differently.
     return resize - ((resize - size) % 4 == 3)
 
 

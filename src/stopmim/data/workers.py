@@ -7,50 +7,38 @@ in shared memory which one it reads. The parent waits with a limit and meanwhile
 
 import atexit
 import contextlib
-import ctypes
 import mmap
 import multiprocessing
 import os
 import queue
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 
-from stopmim.base.console import warn
-from stopmim.base.errors import ResourceError, UserError
+from stopmim.base.console import busy, warn
+from stopmim.base.errors import ResourceError
 from stopmim.base.signals import end_wait_if_told
 from stopmim.data import messages
 from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
+from stopmim.data.worker_loop import Failure, work
 
 MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/scale.md
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
 TRIES = 2  # workers that may be lost over one list of keys
 TICK = 0.25  # seconds between two looks at signals and at the progress of a worker
-ORPHAN_SECONDS = 5.0  # between checks that the parent is alive, where it cannot be told
 LEAVE = 2.0  # seconds for a killed worker to be gone; one in an endless system call never is
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 # Not the default of Python 3.14, a server process: it would receive a copy of all images and run
 # the caller's script again for every worker.
 _processes: Any = multiprocessing.get_context("fork")
-
-
-class Failure(NamedTuple):
-    """Sent by a worker instead of a batch."""
-
-    reason: str
-    image: int | None  # being read at the time
-    error: UserError | None = None  # that has its own message and exit code
 
 
 def cores() -> int:
@@ -97,6 +85,21 @@ class Watched:
         # Of each worker: the image it reads, or -1, and how many it has begun to read.
         self.record = np.frombuffer(mmap.mmap(-1, 16 * n), np.int64).reshape(2, n)
         self.record[0] = -1
+        self.pool: list[_Worker] = []  # processes that stay, see `staying`
+
+    @contextlib.contextmanager
+    def staying(self, make: Callable[[Any], Any]) -> Iterator[None]:
+        """Starts the processes now, for every call of `batches` with this `make` meanwhile.
+
+        A process takes the longer to start, the more memory this one has in use.
+        """
+        try:
+            with busy("starting the processes that read images"):
+                for number in range(self.workers):
+                    self.pool.append(_Worker(number, make, self))
+            yield
+        finally:
+            _end(self.pool)
 
     def read(self, i: int) -> np.ndarray:
         with self.reading_image(i):
@@ -151,10 +154,10 @@ class Watched:
 
 
 def batches(
-    make: Callable[[list[Any]], Any],
-    keys: Iterable[list[Any]],
+    make: Callable[[Any], Any],
+    keys: Iterable[Any],
     watched: Watched,
-    numbers: Callable[[list[Any]], Iterable[int]] = list,
+    numbers: Callable[[Any], Iterable[int]] = list,
 ) -> Iterator[Any]:
     """Yields `make` of each list of keys, in order. It runs in the workers and reads by `watched`.
 
@@ -169,8 +172,9 @@ def batches(
         limited = watched.timeout and not getattr(watched.images, "in_process", False)
         yield from _in_thread(make, lists, watched) if limited else map(make, lists)
         return
-    pool = [_Worker(i, make, watched) for i in range(watched.workers)]
+    pool = watched.pool or [_Worker(i, make, watched) for i in range(watched.workers)]
     due: deque[_Worker] = deque()
+    stays = False
     try:
         for worker, first in zip(pool * AHEAD, lists, strict=False):
             worker.send(first)
@@ -182,9 +186,16 @@ def batches(
                 worker.send(part)
                 due.append(worker)
             yield batch
+        stays = pool is watched.pool
     finally:
-        for worker in pool:
-            worker.end()
+        if not stays:  # nor do those that have lists to answer
+            _end(pool)
+
+
+def _end(pool: "list[_Worker]") -> None:
+    for worker in pool:
+        worker.end()
+    pool.clear()
 
 
 def _in_thread(
@@ -315,32 +326,5 @@ class _Worker:
 def _work(
     number: int, pipe: socket.socket, make: Callable[[list[Any]], Any], watched: Watched
 ) -> None:
-    """Main loop of a worker: keys in, batches out, until the socket closes."""
-    parent, watched.number = os.getppid(), number
-    # Ctrl-C reaches every process of a terminal: workers continue until the run has saved.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":  # even one that is stuck in a bad file
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
-    # libtiff complains on stderr about every damaged file; our errors go through the socket.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    torch.set_num_threads(1)
-    while True:
-        while not wait([pipe], ORPHAN_SECONDS):
-            if os.getppid() != parent:
-                return
-        try:
-            keys = messages.receive(pipe)
-        except EOFError:
-            return
-        try:
-            answer = make(keys)
-        except UserError as error:  # as of a remote file that is gone
-            answer = Failure(str(error), watched.at(number), error)
-        except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            answer = Failure(text, watched.at(number))
-        try:
-            messages.send(pipe, answer)
-        except OSError as error:  # there is no memory for the batch, or nobody to send it to
-            messages.send(pipe, Failure(f"MemoryError: {error}", None))
+    watched.number = number
+    work(pipe, make, lambda: watched.at(number))

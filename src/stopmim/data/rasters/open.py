@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.data.channels import Form
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.rasters import tiff_tags
@@ -16,7 +17,6 @@ from stopmim.data.rasters.npy import open_npy, open_npz
 from stopmim.data.rasters.pictures import is_deep, open_picture
 from stopmim.data.rasters.raster import (
     SMALL,
-    Form,
     MissingExtraError,
     Raster,
     Stored,

@@ -1,4 +1,4 @@
-"""What all formats of arrays share: bytes of a file, the form of an image, and boxes of it.
+"""Code that all formats of arrays share: bytes of a file, checks of shapes, boxes, codecs.
 
 A raster is one open image. Its pixels are read whole or by the box, and a box of a large file is
 read without the rest where the format allows. Numbers of other types are converted as channels.py
@@ -13,19 +13,21 @@ import importlib
 import io
 import mmap
 import os
-import stat
+import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from stopmim.base.files import open_to_read
 from stopmim.config.data import Kind
 from stopmim.data.channels import MOST as MAX_CHANNELS
-from stopmim.data.channels import as_kind, described
+from stopmim.data.channels import Form, as_kind
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError, one_line
 
 MAX_SIDE = 2**20
+MAX_FILE = 2**62  # bytes: any file, of which no more is read than is asked for
 MOST = 2**29  # bytes of pixels that are held at a time
 SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
 
@@ -35,20 +37,6 @@ _AXES = {"lat": "y", "latitude": "y", "lon": "x", "longitude": "x"}
 
 class MissingExtraError(BadImageError):
     """A file that a package of an extra would read."""
-
-
-class Form(NamedTuple):
-    """Channels of an image, and the type of its numbers."""
-
-    channels: int
-    kind: Kind
-    names: tuple[str, ...] = ()  # of the channels, if they have names
-
-    def is_like(self, other: "Form") -> bool:
-        return self[:2] == other[:2]
-
-    def __str__(self) -> str:
-        return described(self.channels, self.kind)
 
 
 class Raster(Protocol):
@@ -76,20 +64,13 @@ class Stored:
     @classmethod
     def open(cls, path: bytes, small: int = SMALL) -> "Stored":
         """The file at `path`, read if it has no more bytes than `small`."""
-        # A pipe would block forever.
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadImageError("not a regular file")
-            if not status.st_size:
+        with open_to_read(path, MAX_FILE) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
                 raise BadImageError("empty file")
-            if status.st_size > small:
-                return cls(mmap.mmap(file, 0, access=mmap.ACCESS_READ), path)
-            with open(file, "rb", buffering=0, closefd=False) as raw:
-                return cls(raw.read(), path)
-        finally:
-            os.close(file)
+            if size > small:
+                return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), path)
+            return cls(file.read(), path)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -101,7 +82,7 @@ class Stored:
         return self.data[at : at + size]
 
     def stream(self) -> BinaryIO:
-        """The same bytes for a library that reads files."""
+        """A file object with these bytes, for libraries."""
         if isinstance(self.data, bytes):
             return io.BytesIO(self.data)
         return open(self.path or b"", "rb")
@@ -180,7 +161,10 @@ def spatial_axes(shape: Sequence[int], axes: Sequence[str] = ()) -> tuple[int, i
         skipped += 1
     left = shape[skipped:]
     if len(left) not in (2, 3):
-        raise BadImageError(f"an array {tuple(shape)} is not an image (H, W) with channels")
+        raise BadImageError(
+            f"an array {tuple(shape)} is not an image (H, W), (H, W, C) or (C, H, W); write a "
+            f"stack as one file per image, or as an array (n, H, W, C) in one .npz"
+        )
     first = skipped + (len(left) == 3 and left[0] < left[2])
     return first, first + 1
 
@@ -189,6 +173,28 @@ def channels_last(pixels: np.ndarray, axes: Sequence[str] = ()) -> np.ndarray:
     """A view (H, W, C) of an array of any layout: all axes but y and x are channels, in order."""
     pixels = np.moveaxis(pixels, spatial_axes(pixels.shape, axes), (0, 1))
     return pixels.reshape(*pixels.shape[:2], -1)
+
+
+def paste(target: np.ndarray, piece: np.ndarray, start: Sequence[int]) -> None:
+    """Copies the part of `piece`, which begins at `start` in `target`, that falls on `target`."""
+    here, there = list[slice](), list[slice]()
+    for at, length, total in zip(start, piece.shape, target.shape, strict=True):
+        low, high = max(at, 0), min(at + length, total)
+        here.append(slice(low, high))
+        there.append(slice(low - at, high - at))
+    target[tuple(here)] = piece[tuple(there)]
+
+
+def decompressed(codec: str, data: bytes, size: int, what: str) -> bytes | np.ndarray:
+    """`data` unpacked by `codec`, zlib's or a name of imagecodecs, to no more than `size` bytes."""
+    if codec in ("gzip", "zlib"):
+        return zlib.decompressobj(47).decompress(data, size)  # 47: either header
+    codecs = extra("imagecodecs", "science", f"{what} compressed by {codec}")
+    options = {"header": True} if codec == "lz4" else {}
+    found: np.ndarray = getattr(codecs, f"{codec}_decode")(
+        data, out=np.empty(size, np.uint8), **options
+    )
+    return found
 
 
 def extra(module: str, name: str, what: str) -> Any:

@@ -35,7 +35,7 @@ class Stack:
         return np.concatenate([part.read(box) for part in self.parts], axis=2)
 
 
-class Some:
+class SomeChannels:
     """Some channels of an image, in this order."""
 
     def __init__(self, whole: Raster, index: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Some:
         self.kind = whole.kind
         self.shape = whole.shape[0], whole.shape[1], len(self.index)
         self.names = [whole.names[i] for i in self.index] if whole.names else []
-        self.levels: Sequence[Raster] = [Some(level, index) for level in whole.levels]
+        self.levels: Sequence[Raster] = [SomeChannels(level, index) for level in whole.levels]
 
     def read(self, box: Box | None = None) -> np.ndarray:
         return self.whole.read(box)[:, :, self.index]

@@ -10,7 +10,6 @@ a box touches are read, each decoded into memory of the size that it must have.
 
 import itertools
 import re
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +25,15 @@ from stopmim.data.rasters.raster import (
     Stored,
     check_bytes,
     check_shape,
+    decompressed,
     extra,
     kind_of,
+    paste,
 )
 from stopmim.data.rasters.tiff_tags import Directories, Page
 
-# Compression -> function of imagecodecs; 1 is none, and zlib's are read without the extra.
-DEFLATE = (8, 32946)
-CODECS = {5: "lzw", 32773: "packbits", 34925: "lzma", 50000: "zstd"}
+# Compression -> codec, see raster.decompressed; 1 is none.
+CODECS = {8: "zlib", 32946: "zlib", 5: "lzw", 32773: "packbits", 34925: "lzma", 50000: "zstd"}
 PICTURES = {7: "jpeg8", 33003: "jpeg2k", 33005: "jpeg2k", 34712: "jpeg2k", 50001: "webp",
             50002: "jpegxl", 34933: "png"}  # fmt: skip
 RGB, YCBCR = 2, 6  # photometric interpretations
@@ -163,8 +163,8 @@ class Tiff:
                     number = (plane * down + y) * across + x
                     rows = height if page.tiled else min(height, page.height - y * height)
                     pixels = self._segment(page, number, (rows, width, len(mine)))
-                    top, left = y * height - box.top, x * width - box.left
-                    _paste(mine, pixels.transpose(2, 0, 1), top, left)
+                    start = 0, y * height - box.top, x * width - box.left
+                    paste(mine, pixels.transpose(2, 0, 1), start)
 
     def _segment(self, page: Page, number: int, shape: tuple[int, int, int]) -> np.ndarray:
         """One strip or tile, (h, w, S)."""
@@ -193,7 +193,7 @@ class Tiff:
             # Each number is the difference to its left neighbour, and overflows like an integer.
             return np.cumsum(pixels, axis=1, dtype=page.dtype.newbyteorder("="))
         if page.predictor == 3:
-            # Of a row, first the most significant bytes of all numbers, as differences as well.
+            # A row has the most significant bytes of all numbers first, as differences as well.
             rows = np.frombuffer(unpacked, np.uint8, packed).reshape(shape[0], -1, shape[2])
             rows = np.cumsum(rows, axis=1, dtype=np.uint8)
             rows = rows.reshape(shape[0], page.dtype.itemsize, -1).swapaxes(1, 2)
@@ -205,13 +205,9 @@ def _unpack(page: Page, data: bytes, size: int) -> bytes | np.ndarray:
     """Decompresses a segment, which must not be larger than `size` bytes."""
     if page.compression == 1:
         return data
-    if page.compression in DEFLATE:
-        return zlib.decompressobj().decompress(data, size)
     if page.compression not in CODECS:
         raise BadImageError(f"TIFF of compression {page.compression} is not read; use deflate")
-    name = CODECS[page.compression]
-    codecs = extra("imagecodecs", "science", f"TIFF compressed by {name}")
-    return getattr(codecs, f"{name}_decode")(data, out=np.empty(size, np.uint8))
+    return decompressed(CODECS[page.compression], data, size, "TIFF")
 
 
 def _decode_picture(page: Page, data: bytes, shape: tuple[int, int, int]) -> np.ndarray:
@@ -227,12 +223,3 @@ def _decode_picture(page: Page, data: bytes, shape: tuple[int, int, int]) -> np.
             options["colorspace"] = "YCBCR" if ycbcr else "RGB"
             options["outcolorspace"] = "RGB"
     return getattr(codecs, f"{name}_decode")(data, out=out, **options).reshape(shape)
-
-
-def _paste(planes: np.ndarray, pixels: np.ndarray, top: int, left: int) -> None:
-    """Copies the part of `pixels` (S, h, w), which lie at (top, left), that falls on `planes`."""
-    height, width = planes.shape[1:]
-    rows = slice(max(top, 0), min(top + pixels.shape[1], height))
-    columns = slice(max(left, 0), min(left + pixels.shape[2], width))
-    planes[:, rows, columns] = pixels[:, rows.start - top : rows.stop - top,
-                                      columns.start - left : columns.stop - left]  # fmt: skip

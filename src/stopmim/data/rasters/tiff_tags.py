@@ -65,7 +65,7 @@ class Page(NamedTuple):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What planes of one image have in common."""
+        """Properties that all planes of one image share."""
         return self.height, self.width, self.samples, self.dtype, self.bits, self.separate
 
     def text(self, tag: int) -> str:

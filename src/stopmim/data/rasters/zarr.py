@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,9 @@ from stopmim.data.rasters.raster import (
     Stored,
     check_bytes,
     check_shape,
-    extra,
+    decompressed,
     kind_of,
+    paste,
     spatial_axes,
 )
 
@@ -86,7 +86,7 @@ class Zarr:
         for number in itertools.product(*(range(a // n, -(-b // n)) for a, b, n in steps)):
             if (chunk := self._chunk(number)) is not None:
                 start = [i * n - a for i, n, a in zip(number, layout.chunks, begin, strict=True)]
-                _paste(found, chunk, start)
+                paste(found, chunk, start)
         pixels = np.moveaxis(found, (self.y, self.x), (0, 1))
         return pixels.reshape(box.height, box.width, -1)
 
@@ -98,7 +98,7 @@ class Zarr:
             return None
         size = math.prod(layout.chunks) * layout.dtype.itemsize
         for codec in reversed(layout.packed):
-            data = _unpack(codec, data, size)
+            data = data[:-4] if codec == "crc32c" else decompressed(codec, data, size, "zarr")
         if len(data) != size:
             raise BadImageError(f"chunk {number} has {len(data)} bytes, expected {size}")
         pixels = np.frombuffer(data, layout.dtype)
@@ -253,30 +253,9 @@ def _codec(name: str) -> str:
     return name
 
 
-def _unpack(codec: str, data: bytes, size: int) -> Any:
-    """Decompresses a chunk, which must not be larger than `size` bytes."""
-    if codec == "crc32c":
-        return data[:-4]
-    if codec in ("gzip", "zlib"):
-        return zlib.decompressobj(47).decompress(data, size)  # 47: either header
-    codecs = extra("imagecodecs", "science", f"zarr compressed by {codec}")
-    options = {"header": True} if codec == "lz4" else {}
-    return getattr(codecs, f"{codec}_decode")(data, out=np.empty(size, np.uint8), **options)
-
-
 def _sides(values: list[Any]) -> list[int]:
     return [int(side) for side in values]
 
 
 def _fill(value: object) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
-
-
-def _paste(found: np.ndarray, chunk: np.ndarray, start: Sequence[int]) -> None:
-    """Copies the part of `chunk`, which begins at `start`, that falls on `found`."""
-    here, there = list[slice](), list[slice]()
-    for at, length, total in zip(start, chunk.shape, found.shape, strict=True):
-        low, high = max(at, 0), min(at + length, total)
-        here.append(slice(low, high))
-        there.append(slice(low - at, high - at))
-    found[tuple(here)] = chunk[tuple(there)]

@@ -14,7 +14,7 @@ from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.images import stamp_files
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import TEST_NAMES
-from stopmim.data.sources.source import Source, Split, contains, no_split, printable
+from stopmim.data.sources.source import Source, Split, contains, no_split, printable, refuse_split
 
 
 class Table:
@@ -84,14 +84,13 @@ def _choose(found: Any, text: str, split: Split | None, wanted: str = "") -> Tab
     """One split of a data set, or of a dictionary of them."""
     name = printable(text)
     if not isinstance(found, dict):
-        if split is not None:
-            raise no_split(text, split)
+        refuse_split(text, split)
         return Table(found, name)
     if wanted and wanted not in found:
         raise DataError(f"{name}: no split {printable(wanted)}; there is {', '.join(found)}")
     words = [wanted] if wanted else TEST_NAMES if split == "test" else ["train"]
-    if wanted and split is not None:
-        raise no_split(text, split)
+    if wanted:
+        refuse_split(text, split)
     one = next((word for word in words if word in found), None)
     if one is None and split is None and len(found) == 1:
         one = next(iter(found))

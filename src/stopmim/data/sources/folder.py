@@ -6,22 +6,25 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
+from stopmim.base.console import is_first_rank, warn
 from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
-from stopmim.data import index_cache as cache
+from stopmim.data import index_cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
 from stopmim.data.images import stamp_files
 from stopmim.data.rasters.open import ARRAYS, load, open_raster
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
-from stopmim.data.rasters.raster import Raster, Stored
+from stopmim.data.rasters.raster import Raster, Stored, form_of
+from stopmim.data.rasters.windows import read_whole
 from stopmim.data.rasters.zarr import metadata_size
-from stopmim.data.sources.formed import Formed
+from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.scanning import (
+    SUFFIXES,
     class_folders,
     describe_others,
     pack_counts,
@@ -29,7 +32,7 @@ from stopmim.data.sources.scanning import (
     scan,
     unpack_counts,
 )
-from stopmim.data.sources.source import PackedPaths, Source, Split, no_split, printable
+from stopmim.data.sources.source import PackedPaths, Source, Split, printable, refuse_split
 
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
@@ -37,7 +40,7 @@ SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
 MAX_BYTES = 2**30
 
 
-class Files(Formed):
+class Files(FileImages):
     """Image files at given paths below `root`, with their paths and sizes as fingerprint."""
 
     label_hint = "put them in one folder per class, or give FOLDER@LIST with a list of PATH,LABEL"
@@ -55,7 +58,7 @@ class Files(Formed):
                 f"{printable(paths[missing[0]])}; is this the folder that the list is for?"
             )
         self.fingerprint = hash_files(paths, sizes)
-        self.look(printable(root), self._paths)
+        self.detect_form(printable(root), self._paths)
 
     def _set_root(self, root: Path | str) -> None:
         self.root = Path(os.path.abspath(root))
@@ -85,11 +88,13 @@ class Files(Formed):
         return open_raster(self._root + self._paths[i])
 
     def _data(self, i: int) -> bytes:
+        if self._paths[i].lower().endswith(ARRAYS):  # among pictures, or no array could be read
+            read_whole(raster := self._raster(i))  # says why, in the second case
+            raise BadImageError(f"an array, {form_of(raster)}, where pictures are read")
         try:
-            data = read_regular(self._root + self._paths[i], MAX_BYTES)
+            return read_regular(self._root + self._paths[i], MAX_BYTES)
         except OSError as error:
             raise BadImageError(error.strerror or type(error).__name__) from None
-        return data
 
     def name(self, i: int) -> str:
         """Path of image `i` relative to the root."""
@@ -129,7 +134,7 @@ class Folder(Files):
         self.others = unpack_counts(index["others"])
         found = [printable(c) for c in PackedPaths(index["classes"], index["class_offsets"])]
         self._label(name, found, index["label"], classes)
-        self.look(name, self._paths, arrays=arrays)
+        self.detect_form(name, self._paths, arrays=arrays)
 
     @property
     def loose(self) -> int:
@@ -171,14 +176,14 @@ class Folder(Files):
             "others": pack_counts(others),
             "extensions": np.array(EXTENSIONS),
         }
-        settled = max(visited.values()) < began - cache.SETTLED_NS
-        if len(paths) >= cache.WORTH_IT and settled and not self.unreadable:
-            cache.store("folder", self._root, index)
+        settled = max(visited.values()) < began - index_cache.SETTLED_NS
+        if len(paths) >= index_cache.WORTH_IT and settled and not self.unreadable:
+            index_cache.store("folder", self._root, index)
         return index
 
     def _load_index(self) -> dict[str, np.ndarray] | None:
         """The cached index, if it is still valid."""
-        if (index := cache.load("folder", self._root)) is None:
+        if (index := index_cache.load("folder", self._root)) is None:
             return None
         if index["extensions"].tolist() != EXTENSIONS:
             return None  # they depend on what is installed
@@ -236,13 +241,24 @@ def split_folder(root: Path | str, split: Split | None) -> Path:
 
 def open_split(root: Path | str, split: Split | None, *, arrays: bool | None = None) -> Folder:
     """Opens one split; in all splits classes are numbered by the folders of train/."""
+    _warn_of_strays(os.path.abspath(root))
     classes = class_folders(Path(root, "train")) if split == "test" else ()
     return Folder(split_folder(root, split), classes, arrays=arrays)
 
 
+@cache
+def _warn_of_strays(root: str) -> None:
+    """Says once if there are images beside the folders of the splits, which belong to none."""
+    _, _, names = next(os.walk(os.fsencode(root)), (b"", [], []))
+    images = [n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(b".")]
+    if images and is_first_rank():
+        many = f"{len(images):,} images lie" if len(images) > 1 else "an image lies"
+        said = f"{many} beside train/ and its test split, and belong to neither"
+        warn(f"{printable(root)}: {said}: not read, as {printable(min(images))}")
+
+
 def _open(text: str, split: Split | None) -> Folder:
-    if split is not None:
-        raise no_split(text, split)
+    refuse_split(text, split)
     return Folder(text)
 
 
@@ -250,15 +266,13 @@ def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
     """A folder whose files are arrays or pictures by decision, and not by looking."""
     if has_splits(text):
         return open_split(text, split, arrays=arrays)
-    if split is not None:
-        raise no_split(text, split)
+    refuse_split(text, split)
     return Folder(text, arrays=arrays)
 
 
 def _open_file(text: str, split: Split | None) -> Files:
     """One image that is large enough to be a data set: `data.crops_per_image` takes many crops."""
-    if split is not None:
-        raise no_split(text, split)
+    refuse_split(text, split)
     folder, name = os.path.split(os.path.abspath(text))
     return Files(folder, [os.fsencode(name)])
 

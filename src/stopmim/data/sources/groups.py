@@ -20,7 +20,7 @@ from stopmim.data.rasters.raster import Raster
 from stopmim.data.rasters.stack import Stack
 from stopmim.data.sources.folder import Files, file_sizes, has_splits, hash_files, split_folder
 from stopmim.data.sources.scanning import SUFFIXES, path_classes, scan
-from stopmim.data.sources.source import PackedPaths, Source, Split, no_split, printable
+from stopmim.data.sources.source import PackedPaths, Source, Split, printable, refuse_split
 
 _FIELD = re.compile(r"\{(name|channel)(?::([^{}]+))?\}")
 
@@ -64,7 +64,7 @@ class Groups(Files):
         self.fingerprint = hash_files(paths, file_sizes(self._root, paths))
         folders, label = path_classes(whole)
         self._label(name, [printable(folder) for folder in folders], label, classes)
-        self.look(name, self._paths, arrays=True)
+        self.detect_form(name, self._paths, arrays=True)
         if self.form is None:
             try:
                 self._raster(0).read()
@@ -85,7 +85,7 @@ class Groups(Files):
 
 
 def parse_pattern(pattern: str) -> tuple[re.Pattern[str], list[str]]:
-    """What matches a path, with groups folder, name and channel; and the channels, if listed."""
+    """A regular expression with groups folder, name and channel; and the channels, if listed."""
     text, at, listed, fields = "", 0, list[str](), list[str]()
     for field in _FIELD.finditer(pattern):
         text += re.escape(pattern[at : field.start()])
@@ -116,8 +116,7 @@ def _open(text: str, split: Split | None) -> Groups:
             return train
         pattern = _FIELD.sub(lambda f: _listed(f, train.channel_names), pattern)
         return Groups(split_folder(root, split), pattern, train.classes)
-    if split is not None:
-        raise no_split(text, split)
+    refuse_split(text, split)
     return Groups(root, pattern)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.sources.folder import Files, Folder
-from stopmim.data.sources.source import Source, Split, contains, no_split, printable, read_json
+from stopmim.data.sources.source import Source, Split, contains, printable, read_json, refuse_split
 
 CLEVR_SCENES = ("scenes/CLEVR_train_scenes.json", "scenes/CLEVR_val_scenes.json")
 DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # inclusive upper bounds of the classes of CLEVR/Dist
@@ -68,8 +68,7 @@ def _species(path: Path) -> tuple[list[bytes], list[str]]:
 
 def _open_davis(text: str, split: Split | None) -> Folder:
     """Opens all frames as single images: those of 480p, if there are several sizes."""
-    if split is not None:
-        raise no_split(text, split)
+    refuse_split(text, split)
     frames = os.path.join(text, "JPEGImages")
     return Folder(os.path.join(frames, "480p") if contains(frames, "480p") else frames)
 

@@ -16,7 +16,7 @@ from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import Files, has_splits, open_split
 from stopmim.data.sources.scanning import SUFFIXES, class_folders
-from stopmim.data.sources.source import MAX_FILE, Source, Split, no_split, printable
+from stopmim.data.sources.source import MAX_FILE, Source, Split, printable, refuse_split
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
@@ -37,8 +37,8 @@ def _open(text: str, split: Split | None) -> Files:
         if split == "test":
             return open_split(folder, split)
         root = os.path.join(folder, "train")
-    elif split is not None:
-        raise no_split(text, split)
+    else:
+        refuse_split(text, split)
     return _open_list(path, root)
 
 

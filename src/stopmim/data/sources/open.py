@@ -43,8 +43,7 @@ def open_images(source: str | Path | Images, split: Split | None = None) -> Imag
     """
     if not isinstance(source, str | Path):
         return source
-    wanted, text = _split_channels(os.fspath(source))
-    kind, text = _find(text)
+    wanted, kind, text = _find(os.fspath(source))
     return _selected(kind.open(text, split), wanted)
 
 
@@ -52,8 +51,7 @@ def open_test(source: str | Path | Images) -> Images | None:
     """Opens the test split of `source`; None if it has none, or only one generated on demand."""
     if not isinstance(source, str | Path):
         return None
-    wanted, text = _split_channels(os.fspath(source))
-    kind, text = _find(text)
+    wanted, kind, text = _find(os.fspath(source))
     try:
         return None if kind.generated else _selected(kind.open(text, "test"), wanted)
     except NoPartError:
@@ -107,16 +105,17 @@ def _split_channels(text: str) -> tuple[list[str], str]:
     return channels, rest
 
 
-def _find(text: str) -> tuple[Source, str]:
-    """The kind of the source `text`, and the text without a prefix."""
+def _find(text: str) -> tuple[list[str], Source, str]:
+    """The selected channels, the kind of the source `text`, and the text without prefixes."""
+    channels, text = _split_channels(text)
     text = hide(text)
     stated, rest = _split_prefix(text)
     if stated and is_url(rest):
-        return replace(URL, open=partial(open_url, kind=stated.name)), rest
+        return channels, replace(URL, open=partial(open_url, kind=stated.name)), rest
     if stated:
-        return stated, rest
+        return channels, stated, rest
     if found := next((source for source in SOURCES if source.matches(text)), None):
-        return found, text
+        return channels, found, text
     if os.path.isfile(text) or is_pattern(text):
         suffixes = ", ".join(source.suffix for source in SOURCES if source.suffix)
         raise DataError(

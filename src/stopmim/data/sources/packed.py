@@ -33,7 +33,7 @@ class PackedShard(_Strict):
 
 
 class Index(_Strict):
-    """What the shards of a folder hold."""
+    """Contents of the shards in a folder."""
 
     format: int
     stopmim: str
@@ -59,7 +59,7 @@ def read_index(folder: str | Path) -> Index | None:
 
 
 def parse_index(data: bytes, name: str) -> Index | None:
-    """The index that `data` holds; None if it is a file of somebody else."""
+    """The index in `data`; None if the file is not one of `stopmim pack`."""
     if b'"sha256"' not in data or b'"stopmim"' not in data:
         return None
     try:
@@ -82,7 +82,7 @@ def parse_index(data: bytes, name: str) -> Index | None:
 
 
 def problems(folder: str | Path, index: Index) -> Iterator[str]:
-    """Yields what is wrong with the shards in `folder`, after reading every byte of them."""
+    """Reads every byte of the shards in `folder`, and yields a line per damaged shard."""
 
     def look(shard: PackedShard) -> str:
         path, digest = Path(folder, shard.name), hashlib.sha256()
@@ -105,7 +105,7 @@ def problems(folder: str | Path, index: Index) -> Iterator[str]:
                 yield problem
 
 
-def verify(folder: str | Path) -> Index:
+def verify_shards(folder: str | Path) -> Index:
     """Proves that the shards in `folder` are those that were packed; raises DataError."""
     index = read_index(folder)
     if index is None:

@@ -124,4 +124,6 @@ def describe_others(others: Mapping[str, int], shown: int = 6) -> str:
     if any(kind in FOREIGN for kind in kinds):
         which = next(kind for kind in kinds if kind in FOREIGN)
         hints.append(f"convert .{which} to JPEG or PNG to use them")
+    if "" in kinds:
+        hints.append("rename images without extension to .jpg or .png to use them")
     return "; ".join([text, *hints])

@@ -14,8 +14,8 @@ from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError
 from stopmim.data.images import file_state, stamp_files
 from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
-from stopmim.data.sources.formed import Formed
 from stopmim.data.sources.scanning import holds_images
 from stopmim.data.sources.source import Split, no_split, printable
 
@@ -27,7 +27,7 @@ _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _SPLIT = re.compile(rf"(?:^|[-_.])(train|{'|'.join(TEST_NAMES)})(?=[-_.]|\d)")
 
 
-class Shards(Formed):
+class Shards(FileImages):
     """Images of several files, each read in chunks: the base of tar and Parquet."""
 
     files: Sequence[str]  # RemoteFiles fetch a file when its path is taken
@@ -53,7 +53,7 @@ class Shards(Formed):
 
 
 def places(files: Sequence[str]) -> list[str]:
-    """Where the files are: paths or URLs, without fetching any."""
+    """Paths or URLs of the files, without fetching any."""
     if isinstance(files, RemoteFiles):
         return [remote.url for remote in files.remotes]
     return list(files)
@@ -107,7 +107,7 @@ def find_shards(text: str, suffix: str, split: Split | None) -> list[str]:
 
 
 def choose_split(found: list[str], text: str, split: Split | None) -> list[str]:
-    """Those of the files of one source that belong to a split, by a word in their names."""
+    """The files of one source that belong to a split, by a word in their names."""
     by_word: dict[str, list[str]] = {}
     for file in found:
         words = _SPLIT.findall(os.path.basename(file))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stopmim.base.console import visible
 from stopmim.base.errors import DataError, NoPartError
 from stopmim.base.files import read_regular
 from stopmim.data.images import Images
@@ -48,6 +49,12 @@ def no_split(text: str | os.PathLike[str], split: Split) -> NoPartError:
     )
 
 
+def refuse_split(text: str | os.PathLike[str], split: Split | None) -> None:
+    """Raises NoPartError if a split is asked for; for sources that have none."""
+    if split is not None:
+        raise no_split(text, split)
+
+
 def contains(folder: str, *names: str) -> bool:
     """Whether at least one of these files or folders exists in `folder`."""
     return any(os.path.exists(os.path.join(folder, name)) for name in names)
@@ -75,9 +82,7 @@ def printable(path: str | bytes | os.PathLike[str]) -> str:
     Control characters, bytes that are not UTF-8, and the backslash itself are escaped.
     """
     text = os.fsencode(path).decode("utf-8", "surrogateescape")
-    return "".join(
-        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
-    )
+    return visible(text.replace("\\", "\\\\"))
 
 
 class PackedPaths:

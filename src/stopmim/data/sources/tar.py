@@ -110,7 +110,7 @@ class Tar(Shards):
             )
         # Not a sample of all: the others may be far away.
         first = [self._names[i] for i in range(min(SAMPLE, len(self)))]
-        self.look(printable(self._places[0]), first)
+        self.detect_form(printable(self._places[0]), first)
         if packed and self.form and len(packed.channel_names) == self.form.channels:
             self.channel_names = packed.channel_names
 

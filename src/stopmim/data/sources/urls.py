@@ -27,7 +27,7 @@ from stopmim.data.sources.lists import add_labels, parse_list
 from stopmim.data.sources.packed import INDEX, MAX_INDEX, Index, PackedShard, parse_index
 from stopmim.data.sources.parquet import Parquet
 from stopmim.data.sources.shards import choose_split, expand_braces
-from stopmim.data.sources.source import Source, Split, no_split, printable, read_bytes
+from stopmim.data.sources.source import Source, Split, no_split, printable, read_bytes, refuse_split
 from stopmim.data.sources.tar import COMPRESSED, Tar
 
 LISTS = (".txt", ".csv", ".tsv")
@@ -45,8 +45,7 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
     if name.endswith(COMPRESSED):
         raise DataError(f"{text}: a compressed tar has no random access; decompress it")
     if kind == "list" or (not kind and name.endswith(LISTS)):
-        if split is not None:
-            raise no_split(text, split)
+        refuse_split(text, split)
         return RemoteList(text)
     suffix = next((s for s in (".tar", ".parquet") if name.endswith(s)), "")
     urls = _expand(text) if suffix else []
@@ -211,8 +210,4 @@ def _recognise(text: str) -> bool:
     return False
 
 
-def _open(text: str, split: Split | None) -> Images:
-    return open_url(text, split)
-
-
-URL = Source("url", _open, recognise=_recognise)
+URL = Source("url", open_url, recognise=_recognise)

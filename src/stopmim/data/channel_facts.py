@@ -5,23 +5,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stopmim.data.channels import described
+from stopmim.config.data import Kind
+from stopmim.data.channels import Form
 
 SHOWN = 16  # channels that are listed
 
 
-class Planes(NamedTuple):
+class ChannelFacts(NamedTuple):
     """Per channel, (C,) each, over all images."""
 
     images: int
-    kind: str
+    kind: Kind
     low: np.ndarray  # smallest finite value; infinity if there is none
     high: np.ndarray
     empty: np.ndarray  # images in which the channel is constant
     missing: np.ndarray  # images in which it has NaN or infinity
 
     @classmethod
-    def of(cls, pixels: np.ndarray) -> "Planes":
+    def of(cls, pixels: np.ndarray) -> "ChannelFacts":
         """The facts of one image (H, W, C)."""
         if pixels.dtype.kind == "f":
             known = np.isfinite(pixels)
@@ -31,19 +32,19 @@ class Planes(NamedTuple):
         else:
             low, high = pixels.min(axis=(0, 1)), pixels.max(axis=(0, 1))
             missing = np.zeros(len(low), bool)
-        kind, empty = pixels.dtype.name, low == high
-        return cls(1, kind, low.astype(float), high.astype(float), empty * 1, missing * 1)
+        form, empty = Form.of(pixels), low == high
+        return cls(1, form.kind, low.astype(float), high.astype(float), empty * 1, missing * 1)
 
-    def joined(self, other: "Planes") -> "Planes":
+    def joined(self, other: "ChannelFacts") -> "ChannelFacts":
         """The facts of both; the images must have the same channels."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         counts = (getattr(self, x) + getattr(other, x) for x in ("empty", "missing"))
-        return Planes(self.images + other.images, self.kind, low, high, *counts)
+        return ChannelFacts(self.images + other.images, self.kind, low, high, *counts)
 
     def rows(self, names: Sequence[str] | None) -> list[tuple[str, str]]:
         """Rows of the report of `check`: type, then a line per channel."""
         channels = len(self.low)
-        rows = [("channels", described(channels, self.kind))]
+        rows = [("channels", str(Form(channels, self.kind)))]
         for c in range(min(channels, SHOWN)):
             name = names[c] if names and len(names) == channels else f"channel {c}"
             rows.append(("", f"{name}: {self._range(c)}{self._troubles(c)}"))
@@ -65,10 +66,10 @@ class Planes(NamedTuple):
         return said
 
 
-def join_planes(found: Sequence[Planes | None]) -> Planes | None:
+def join_channel_facts(found: Sequence[ChannelFacts | None]) -> ChannelFacts | None:
     """All of them in one; None if there are none, as for ordinary pictures."""
     whole = None
-    for planes in found:
-        if planes is not None:
-            whole = planes if whole is None else whole.joined(planes)
+    for one in found:
+        if one is not None:
+            whole = one if whole is None else whole.joined(one)
     return whole

@@ -1,23 +1,23 @@
-"""Finds by looking what the numbers of images are, and measures their statistics once.
+"""Surveys a sample of the images: the form that they have in common, and its statistics.
 
 Shapes: n images of a sample, P pixels of each, C channels.
 """
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from stopmim.base.console import busy, warn
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
-from stopmim.config.data import Kind
 from stopmim.config.schema import Config
-from stopmim.data.channels import MOST, as_kind, described
+from stopmim.data.channels import MOST, Form, as_kind
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, open_image
-from stopmim.data.pixels import RGB, PixelStats
+from stopmim.data.order import evenly_spaced
+from stopmim.data.pixels import PixelStats
 from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import Watched, batches
 
@@ -31,80 +31,58 @@ PERCENTILES = (0.1, 99.9)  # values beyond are clipped: dead pixels, glints, mis
 PEAK = 10.0
 
 
-class Seen(NamedTuple):
-    """What the images of a source are made of."""
+def common_form(images: Images, config: Config | None = None) -> Form:
+    """The form that the source states, or else that of most of a few images.
 
-    channels: int = 3
-    kind: Kind = "uint8"
-    names: tuple[str, ...] | None = None
-
-    @property
-    def is_rgb(self) -> bool:
-        return (self.channels, self.kind) == (RGB.channels, RGB.kind)
-
-    @property
-    def stats(self) -> PixelStats:
-        """Statistics before any are measured: only channels and type mean something."""
-        if self.is_rgb:
-            return RGB
-        return PixelStats((0.0,) * self.channels, (1.0,) * self.channels, kind=self.kind)
-
-    def __str__(self) -> str:
-        return described(self.channels, self.kind)
-
-
-def look(images: Images, config: Config | None = None) -> Seen:
-    """Channels and type as the source states them, or else as most of a few images have them.
-
-    Images that cannot be read are passed over; without any, these are ordinary pictures.
+    Images that cannot be read do not count; if none can, they are taken for ordinary pictures.
     """
-    stated: list[str] = list(getattr(images, "channel_names", None) or [])
-    names = tuple(stated) or None
+    names: tuple[str, ...] = tuple(getattr(images, "channel_names", None) or ())
     if hasattr(images, "channels") or hasattr(images, "kind"):
-        default: Kind = "uint8"
-        return Seen(getattr(images, "channels", 3), getattr(images, "kind", default), names)
+        usual = Form()
+        channels, kind = (getattr(images, key, getattr(usual, key)) for key in ("channels", "kind"))
+        return Form(channels, kind, names)
     if not len(images):
-        return Seen()
-    numbers = np.linspace(0, len(images) - 1, min(FEW, len(images))).round().astype(int)
-    found = [seen for seen in _read(images, numbers, config, _shape) if seen is not None]
+        return Form()
+    numbers = np.array(evenly_spaced(len(images), FEW))
+    found = [form for form in _read(images, numbers, config, _form) if form is not None]
     if not found:
-        return Seen()
-    channels, kind = max(found, key=found.count)  # the first, if all differ
-    if not 1 <= channels <= MOST:
-        raise DataError(f"{images.name(0)}: {channels} channels; expected 1 to {MOST}")
-    return Seen(channels, kind, names if names and len(names) == channels else None)
+        return Form()
+    form = max(found, key=found.count)  # the first, if all differ
+    if not 1 <= form.channels <= MOST:
+        raise DataError(f"{images.name(0)}: {form.channels} channels; expected 1 to {MOST}")
+    return form._replace(names=names if len(names) == form.channels else ())
 
 
 def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> None:
     """Raises DataError if `who` was trained on images of other channels, or of another type."""
-    seen = look(images) if len(images) else Seen(stats.channels, stats.kind)
-    if seen[:2] != (stats.channels, stats.kind):
-        wanted = described(stats.channels, stats.kind)
+    wanted = Form(stats.channels, stats.kind, stats.names or ())
+    form = common_form(images) if len(images) else wanted
+    if not form.is_like(wanted):
         raise DataError(
-            f"{who} takes images of {wanted}; {images.name(0)} has {seen}; give images like those "
+            f"{who} takes images of {wanted}; {images.name(0)} has {form}; give images like those "
             f"of its training, or some of their channels, as channels:0,1,2:DATA"
         )
-    if seen.names and stats.names and seen.names != stats.names:
-        if sorted(seen.names) != sorted(stats.names):
-            names = f"{', '.join(seen.names)} instead of {', '.join(stats.names)}"
+    if form.names and wanted.names and form.names != wanted.names:
+        if sorted(form.names) != sorted(wanted.names):
+            names = f"{', '.join(form.names)} instead of {', '.join(wanted.names)}"
             warn(f"{images.name(0)}: channels of other names than {who} was trained on: {names}")
             return
-        order = ",".join(stats.names)
+        order = ",".join(wanted.names)
         raise DataError(
-            f"{images.name(0)}: its channels are {', '.join(seen.names)}, in another order than "
+            f"{images.name(0)}: its channels are {', '.join(form.names)}, in another order than "
             f"{who} was trained on; give channels:{order}:DATA"
         )
 
 
-def measure(images: Images, seen: Seen, config: Config) -> tuple[PixelStats, int]:
+def measure(images: Images, form: Form, config: Config) -> tuple[PixelStats, int]:
     """Statistics of the channels, and the number of images that they were measured on.
 
     A function of the images and the seed. Bounds that the config states are kept.
     """
     count = min(SAMPLE, len(images))
     chosen = numpy_generator("pixels", config.seed).choice(len(images), count, replace=False)
-    each = max(1, NUMBERS // (seen.channels * count))
-    sample = partial(_sample, each=each, seen=seen, seed=config.seed)
+    each = max(1, NUMBERS // (form.channels * count))
+    sample = partial(_sample, each=each, form=form, seed=config.seed)
     parts = [x for x in _read(images, np.sort(chosen), config, sample) if x is not None]
     if not parts:
         raise DataError(f"none of {count} images can be read, such as {images.name(0)}")
@@ -112,10 +90,10 @@ def measure(images: Images, seen: Seen, config: Config) -> tuple[PixelStats, int
     columns = [
         _channel(values[:, c], *(None if b is None else b[c] for b in bounds))
         for bounds in [(config.data.low, config.data.high)]
-        for c in range(seen.channels)
+        for c in range(form.channels)
     ]
     low, high, mean, std = zip(*columns, strict=True)
-    return PixelStats(mean, std, low, high, seen.kind), len(parts)
+    return PixelStats(mean, std, low, high, form.kind), len(parts)
 
 
 def _channel(
@@ -169,22 +147,20 @@ def _answers(watched: Watched, make: Any, numbers: list[int]) -> list[Any]:
     return found
 
 
-def _shape(pixels: np.ndarray, number: int) -> tuple[int, str] | None:
-    """Channels and type of an image."""
+def _form(pixels: np.ndarray, number: int) -> Form | None:
+    """Channels and type of an image; None if it cannot be one."""
     converted = as_kind(pixels)
-    if converted is None or pixels.ndim != 3:
-        return None
-    return pixels.shape[2], converted.dtype.name
+    return None if converted is None or pixels.ndim != 3 else Form.of(converted)
 
 
 def _sample(
-    pixels: np.ndarray, number: int, *, each: int, seen: Seen, seed: int
+    pixels: np.ndarray, number: int, *, each: int, form: Form, seed: int
 ) -> np.ndarray | None:
-    """Values (P, C) of `each` pixels of an image, float32; None of an image unlike the others."""
-    converted = as_kind(pixels)
-    if converted is None or _shape(pixels, number) != (seen.channels, seen.kind):
+    """Values (P, C) of `each` pixels of an image, float32; None if it is unlike the others."""
+    converted, own = as_kind(pixels), _form(pixels, number)
+    if converted is None or own is None or not own.is_like(form):
         return None
-    flat = converted.reshape(-1, seen.channels)
+    flat = converted.reshape(-1, form.channels)
     if len(flat) > each:
         flat = flat[numpy_generator("pixels", seed, number).integers(len(flat), size=each)]
     return flat.astype(np.float32)

@@ -8,13 +8,13 @@ import pytest
 
 from stopmim.base.errors import DataError, UserError
 from stopmim.config.schema import Config
-from stopmim.data.channels import as_kind, fitting
+from stopmim.data.channels import Form, as_kind, fitting
 from stopmim.data.decode import BadImageError
-from stopmim.data.looking import PEAK, Seen, check_like, look, measure
 from stopmim.data.pixels import RGB, PixelStats
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import is_generated, open_images
 from stopmim.data.subset import Selected, Subset, underlying
+from stopmim.data.survey import PEAK, check_like, common_form, measure
 from tiny import NoiseImages
 
 INLINE = Config.model_validate({"runtime": {"workers": 0}})
@@ -57,17 +57,19 @@ def test_values_keep_their_meaning_in_another_type() -> None:
 
 
 def test_a_source_states_its_channels_or_they_are_looked_at() -> None:
-    assert look(arrays(stack(4, 5), channel_names=list("abcde"))) == (5, "uint16", tuple("abcde"))
-    assert look(arrays(stack(4, 3, np.uint8, 255)[..., 0])) == (3, "uint8", None)  # grey pictures
-    assert look(arrays(stack(4, 3)[..., 0])) == (1, "uint16", None)
-    assert look(NoiseImages()) == Seen()
-    assert look(Bare([*stack(6, 7, np.float64)], broken=(0,)), INLINE) == (7, "float32", None)
-    assert look(Bare([*stack(3, 7)], broken=(0, 1, 2)), INLINE) == Seen()
+    named = arrays(stack(4, 5), channel_names=list("abcde"))
+    assert common_form(named) == Form(5, "uint16", tuple("abcde"))
+    assert common_form(arrays(stack(4, 3, np.uint8, 255)[..., 0])) == Form()  # grey pictures
+    assert common_form(arrays(stack(4, 3)[..., 0])) == Form(1, "uint16")
+    assert common_form(NoiseImages()) == Form()
+    floats = Bare([*stack(6, 7, np.float64)], broken=(0,))
+    assert common_form(floats, INLINE) == Form(7, "float32")
+    assert common_form(Bare([*stack(3, 7)], broken=(0, 1, 2)), INLINE) == Form()
 
 
 def test_too_many_channels_are_refused() -> None:
     with pytest.raises(DataError, match="noise 0: 65 channels; expected 1 to 64"):
-        look(Bare([*stack(3, 65)]), INLINE)
+        common_form(Bare([*stack(3, 65)]), INLINE)
 
 
 def test_an_image_unlike_the_others_says_so() -> None:
@@ -91,7 +93,7 @@ def test_statistics_are_those_of_the_values_between_the_percentiles() -> None:
     pixels[..., 1] = 5 - pixels[..., 1] / 1000
     pixels[0, :3, :3, 0] = 1e9  # a glint: 9 of 96,000 pixels
     pixels[:, 0, 0, 1] = np.nan
-    stats, count = measure(arrays(pixels), Seen(2, "float32"), INLINE)
+    stats, count = measure(arrays(pixels), Form(2, "float32"), INLINE)
     assert count == 60
     assert stats.low is not None
     assert stats.high is not None
@@ -103,7 +105,7 @@ def test_statistics_are_those_of_the_values_between_the_percentiles() -> None:
 
 def test_statistics_are_a_function_of_the_seed_and_the_images() -> None:
     images = arrays(stack(1500, 2))
-    seen = look(images)
+    seen = common_form(images)
     first, count = measure(images, seen, INLINE)
     assert count == 1000
     workers = Config.model_validate({"runtime": {"workers": 2}})
@@ -115,7 +117,7 @@ def test_empty_and_almost_empty_channels_are_safe() -> None:
     pixels = np.zeros((10, 64, 64, 3), np.float32)
     pixels[..., 1] = np.nan
     pixels[3, 5, 5, 2] = 700  # one pixel of 40,960: beyond every percentile
-    stats, _ = measure(arrays(pixels), Seen(3, "float32"), INLINE)
+    stats, _ = measure(arrays(pixels), Form(3, "float32"), INLINE)
     assert (stats.low, stats.high) == ((0, 0, 0), (1, 1, 700))
     assert stats.std == (1 / PEAK, 1 / PEAK, 700 / PEAK)
 
@@ -124,7 +126,7 @@ def test_bounds_of_the_config_are_kept() -> None:
     config = Config.model_validate(
         {"runtime": {"workers": 0}, "data": {"channels": 2, "low": (0, 0), "high": (100, 9000)}}
     )
-    stats, _ = measure(arrays(stack(50, 2)), Seen(2, "uint16"), config)
+    stats, _ = measure(arrays(stack(50, 2)), Form(2, "uint16"), config)
     assert (stats.low, stats.high) == ((0, 0), (100, 9000))
     assert 90 < stats.mean[0] <= 100
     assert 1900 < stats.mean[1] < 2100
@@ -139,7 +141,7 @@ def test_images_for_another_encoder_are_refused_in_one_line() -> None:
 
 def test_a_part_of_the_images_has_their_channels() -> None:
     images = arrays(stack(6, 4), channel_names=list("abcd"))
-    assert look(Subset(images, [1, 3])) == (4, "uint16", tuple("abcd"))
+    assert common_form(Subset(images, [1, 3])) == (4, "uint16", tuple("abcd"))
 
 
 # ----------------------------------------------------------------------- some of the channels
@@ -149,7 +151,7 @@ def test_channels_are_selected_by_number_or_name() -> None:
     images = arrays(stack(6, 4), channel_names=list("abcd"))
     for wanted in (["3", "1"], ["d", "b"]):
         some = Selected(images, wanted)
-        assert look(some) == (2, "uint16", ("d", "b"))
+        assert common_form(some) == (2, "uint16", ("d", "b"))
         np.testing.assert_array_equal(some.read(2), images.pixels[2][..., [3, 1]])
         together = some.read_together(np.array([0, 5]))
         np.testing.assert_array_equal(together, images.pixels[[0, 5]][..., [3, 1]])
@@ -160,7 +162,7 @@ def test_channels_are_selected_by_number_or_name() -> None:
 
 def test_channels_of_images_that_say_nothing_are_found_as_they_are_read() -> None:
     some = Selected(Bare([*stack(3, 5)]), ["4", "0"])
-    assert look(some, INLINE) == (2, "uint16", None)
+    assert common_form(some, INLINE) == Form(2, "uint16")
     short = Selected(Bare([*stack(3, 3)]), ["4", "0"])
     with pytest.raises(BadImageError, match="3 channels; channel 4 is missing"):
         short.read(0)
@@ -169,7 +171,7 @@ def test_channels_of_images_that_say_nothing_are_found_as_they_are_read() -> Non
 def test_a_prefix_selects_channels_of_any_source(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=stack(6, 4), bands=np.array(["r", "g", "b", "nir"]))
     images = open_images(f"channels:nir,r:{tmp_path / 'a.npz'}")
-    assert look(images) == (2, "uint16", ("nir", "r"))
+    assert common_form(images) == (2, "uint16", ("nir", "r"))
     assert open_images("channels:0:scenes:4:16").read(1).shape == (16, 16, 1)
     assert is_generated("channels:0:scenes:4:16")
     assert is_generated("bands")
@@ -209,7 +211,7 @@ def test_an_archive_of_any_channels_is_opened(
 ) -> None:
     np.savez(tmp_path / "a.npz", **given, labels=np.arange(4))
     images = open_images(tmp_path / "a.npz")
-    assert look(images)[:2] == seen
+    assert common_form(images)[:2] == seen
     assert images.labels["class"].tolist() == [0, 1, 2, 3]
     np.testing.assert_array_equal(images.read(2), given["x"][2].reshape(20, 24, -1))
 

@@ -1,4 +1,4 @@
-"""Whether images still have the content that they had: all of them, or a sample.
+"""Compares the content of images, all or a sample, with what was recorded earlier.
 
 A fingerprint covers names and sizes. A file overwritten by another of the same size keeps it, and
 would change a run that is resumed.
@@ -6,43 +6,32 @@ would change a run that is resumed.
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from stopmim.base.console import busy
 from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
-from stopmim.config.schema import Config
 from stopmim.data.ahead import is_summed
-from stopmim.data.facts import Facts, look_at
+from stopmim.data.facts import Facts
 from stopmim.data.images import Images
-from stopmim.data.looking import look
-from stopmim.data.workers import Watched, batches
+from stopmim.data.loading import Reader
 
 NAME = "hashes.jsonl"
 CHUNK = 8  # images per answer of a worker
 
 
-def spread(total: int, count: int) -> list[int]:
-    """Up to `count` numbers below `total`, evenly spaced."""
-    return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
+def digests(reader: Reader, numbers: Sequence[int]) -> dict[int, str]:
+    """Hashes of these images, of the file or else of the pixels; unreadable ones are left out.
 
-
-def digests(images: Images, numbers: Sequence[int], config: Config) -> dict[int, str]:
-    """Hashes of the readable ones of these images: of the file, or else of the pixels.
-
-    None of images in remote shards: they are compared as a whole, and each would be fetched.
+    Empty for remote shards, which have checksums of their own and would have to be fetched.
     """
-    if is_summed(images):
+    if is_summed(reader.images):
         return {}
-    watched = Watched(images, config.runtime.workers, config.runtime.worker_timeout)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
-    found: dict[int, str] = {}
+    found = dict[int, str]()
     with busy("comparing images with those of the first start"):
-        for facts in batches(partial(look_at, watched, look(images, config)), chunks, watched):
+        for facts in reader.facts(chunks):
             found |= _of(facts)
     return found
 
@@ -53,14 +42,14 @@ def _of(facts: Facts) -> dict[int, str]:
     return dict(zip(facts.rows["number"].tolist(), hexes, strict=True))
 
 
-class Verified(NamedTuple):
-    """What a comparison of all images has found; `problem` is "" if they are as recorded."""
+class Comparison(NamedTuple):
+    """Result of comparing all images; `problem` is "" if they are as recorded."""
 
     said: str
     problem: str = ""
 
 
-def verify(images: Images, facts: Facts, where: Path) -> Verified:
+def compare_content(images: Images, facts: Facts, where: Path) -> Comparison:
     """Compares images with the hashes in `where`, a run or a .jsonl file; records them at first.
 
     Before the first record of a run, the sample in its run.json is compared.
@@ -71,33 +60,33 @@ def verify(images: Images, facts: Facts, where: Path) -> Verified:
         if changed := _changed(_sample(where, images), found):
             return _differ(changed, len(found), where / "run.json")
         if len(found) + len(facts.bad) < len(images):
-            return Verified(f"not recorded in {file}: that needs all images, without --limit")
+            return Comparison(f"not recorded in {file}: that needs all images, without --limit")
         lines = ({"name": name, "sha256": digest} for name, digest in found.items())
         write_whole(file, "".join(checked(line, i) for i, line in enumerate(lines)))
-        return Verified(f"recorded the content of {len(found):,} images in {file}")
+        return Comparison(f"recorded the content of {len(found):,} images in {file}")
     known = _known(file)
     names = {images.name(i) for i in range(len(images))}
     if gone := [name for name in known if name not in names]:
         what = f"{len(gone)} of {len(known)} images in {file} are gone, such as {gone[0]}"
-        return Verified(what, what)
+        return Comparison(what, what)
     if changed := _changed(known, found):
         return _differ(changed, len(found), file)
     new = len(found.keys() - known.keys())
     more = f"; {new:,} are not in it" if new else ""
-    return Verified(f"{len(found) - new:,} images are as recorded in {file}{more}")
+    return Comparison(f"{len(found) - new:,} images are as recorded in {file}{more}")
 
 
 def _changed(known: dict[str, str], found: dict[str, str]) -> list[str]:
     return [name for name, digest in found.items() if known.get(name, digest) != digest]
 
 
-def _differ(changed: list[str], total: int, file: Path) -> Verified:
+def _differ(changed: list[str], total: int, file: Path) -> Comparison:
     what = f"{len(changed)} of {total} images have another content than in {file}"
-    return Verified(f"{what}: {', '.join(changed[:5])}", f"{what}, such as {changed[0]}")
+    return Comparison(f"{what}: {', '.join(changed[:5])}", f"{what}, such as {changed[0]}")
 
 
 def _known(file: Path) -> dict[str, str]:
-    """The hashes in a file that `verify` has written; every line must be intact."""
+    """The hashes in a file that `compare_content` has written; every line must be intact."""
     known = {}
     for line in parse_jsonl(file):
         match line.tree:

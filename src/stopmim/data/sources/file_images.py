@@ -4,22 +4,23 @@ import hashlib
 
 import numpy as np
 
+from stopmim.data.channels import Form
 from stopmim.data.decode import decode
 from stopmim.data.rasters.open import Names, checked, find_form, open_bytes
-from stopmim.data.rasters.raster import Form, Raster, Stored
+from stopmim.data.rasters.raster import Raster, Stored
 from stopmim.data.rasters.windows import read_whole
 
 
-class Formed:
-    """Images of which a few are looked at. If they are arrays, their form is in the fingerprint."""
+class FileImages:
+    """Images in files; if they are arrays, their common form is part of the fingerprint."""
 
     fingerprint: str
     form: Form | None = None  # of the arrays; None: ordinary pictures, decoded to RGB
 
-    def look(
+    def detect_form(
         self, name: str, names: Names, *, arrays: bool | None = None, named: bool = True
     ) -> None:
-        """Decides what the images `names` are, see rasters.open.find_form."""
+        """Decides by a few of the images `names` what all of them are: see `find_form`."""
         self.form = find_form(name, names, self._glance, arrays=arrays, named=named)
         if self.form:
             self.channels, self.kind = self.form.channels, self.form.kind
