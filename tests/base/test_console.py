@@ -161,3 +161,9 @@ def test_each_mistake_has_a_line_and_many_have_few(capsys: pytest.CaptureFixture
 def test_a_warning_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     console.warn("a\nstopmim: error: b")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_message_has_the_lines_that_were_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name in it may hold line breaks, and codes that clear the screen."""
+    console.say("runs/a\nstopmim: error: b\x1b[2J: resumes", "next")
+    assert capsys.readouterr().err == "runs/a\\nstopmim: error: b\\x1b[2J: resumes\nnext\n"

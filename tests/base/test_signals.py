@@ -202,3 +202,35 @@ def assert_answered(terminal: Terminal, said: str) -> None:
     assert "".join(said.split()) in "".join(terminal.text.split())  # a line may be wrapped
     assert "error" not in terminal.text
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_half_of_a_file_is_never_left(tmp_path: Path, number: signal.Signals) -> None:
+    """While features, a report or a shard are written; SIGTERM is what schedulers send."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from stopmim import cli
+from stopmim.base.files import replaced
+
+def main():
+    try:
+        with replaced(Path({str(tmp_path / "f.npz")!r})) as temporary:
+            print("begun", flush=True)
+            time.sleep(60)
+    except KeyboardInterrupt:
+        from stopmim.base.signals import stopped
+        return stopped()
+
+cli.main = main
+from stopmim.__main__ import run
+run()
+"""
+    process = start("-c", script)
+    assert process.stdout
+    assert process.stdout.readline() == "begun\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, f"{STOPPED}\n")
+    assert list(tmp_path.iterdir()) == []

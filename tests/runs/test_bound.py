@@ -1,6 +1,7 @@
 """A run is bound to itself: no checkpoint, run.json or image of another one passes for its own."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 from PIL import Image
 
 from stopmim import Run, load_encoder, pretrain
-from stopmim.base.errors import CheckpointError, DataError
+from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
 from stopmim.cli import main
-from stopmim.runs.identity import read_about
+from stopmim.runs.identity import read_about, sealed
 from tiny import NoiseImages, assert_same_run, tiny, write_folder
 
 
@@ -146,6 +147,30 @@ def test_an_edited_run_json_is_refused_and_the_way_out_is_named(tmp_path: Path, 
         pretrain(NoiseImages(), run.path, threads_by_itself)
 
 
+@pytest.mark.parametrize("threads", [0, -1, True, 100_000, 10**30])
+def test_threads_that_torch_cannot_have_are_refused_though_the_seal_is_right(
+    tmp_path: Path, threads: int
+) -> None:
+    """Anybody can seal; 100,000 threads crash the process."""
+    run = begun(tmp_path)
+    about = run.about
+    about["starts"][0]["threads"] = threads
+    (run.path / "run.json").write_text(json.dumps(sealed(about)))
+    with pytest.raises(CheckpointError, match="not as stopmim writes it"):
+        pretrain(NoiseImages(), run.path, tiny(**{"runtime.threads": None}))
+
+
+def test_a_sample_may_hold_anything(whole: Run, tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    about = run.about
+    about["data"]["sample"] |= {"\u0663": "x", "-1": "x", "9" * 5000: "x", "\u00b2": "x"}
+    (run.path / "run.json").write_text(json.dumps(sealed(about)))
+    for path in (run.path / "checkpoints").iterdir():
+        state = json.loads((path / "state.json").read_text())
+        assert state["run"]["id"] == about["id"]
+    assert_same_run(pretrain(NoiseImages(), run.path, tiny()), whole)
+
+
 def test_what_decides_no_number_may_be_edited(whole: Run, tmp_path: Path) -> None:
     run = begun(tmp_path)
     about = run.about
@@ -225,3 +250,14 @@ def test_the_id_is_another_one_in_every_run(tmp_path: Path) -> None:
     ids = {begun(tmp_path / str(i)).about["id"] for i in range(2)}
     assert len(ids) == 2
     assert read_about(tmp_path / "0")["id"] in ids
+
+
+def test_where_nothing_could_be_saved_nothing_is_trained(tmp_path: Path) -> None:
+    """safetensors writes files whose names are not UTF-8, and cannot read them."""
+    with pytest.raises(UserError, match="not UTF-8"):
+        pretrain(NoiseImages(), tmp_path / os.fsdecode(b"run\xff"), tiny())
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="no folder to save to"):
+        pretrain(NoiseImages(), tmp_path / "run", tiny())

@@ -1,5 +1,6 @@
 """A checkpoint is whole and what was saved, or it is refused: never something in between."""
 
+import hashlib
 import json
 import random
 import shutil
@@ -167,9 +168,19 @@ class Live:
         newest = sorted(path.parent.glob("step-*"))[-1]
         if self.left and path == newest:
             self.left -= 1
-            shutil.copytree(path, path.with_name(f"step-{int(path.name[5:]) + 1:08d}"))
+            self.save(path, int(path.name[5:]) + 1)
             shutil.rmtree(path)
         return found
+
+    def save(self, path: Path, step: int) -> None:
+        """The checkpoint `path` once more, as that of another step."""
+        new = shutil.copytree(path, path.with_name(f"step-{step:08d}"))
+        state = json.dumps(json.loads((new / "state.json").read_text()) | {"step": step}).encode()
+        (new / "state.json").write_bytes(state)
+        manifest = json.loads((new / "manifest.json").read_text())
+        sums = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+        manifest["files"]["state.json"] = sums
+        (new / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -184,9 +195,9 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(
     live = Live(copy, monkeypatch, times)
     match command:
         case "eval":
-            assert open_at(str(copy.path))[1] == 4  # state.json still says so
+            assert open_at(str(copy.path))[1] == 4 + times
         case "inspect":
-            assert identify(copy.path).step == 4
+            assert identify(copy.path).step == 4 + times
         case "model":
             assert copy.model() is not None
         case "doctor":
@@ -230,8 +241,6 @@ def test_a_manifest_that_names_what_never_ends_is_refused(
 def test_manifests_and_states_that_lack_a_key_are_passed_over(
     copy: Run, manifest: object, state: object
 ) -> None:
-    import hashlib
-
     newest = copy.checkpoint
     if state is not None:
         (newest / "state.json").write_text(json.dumps(state))
@@ -246,3 +255,30 @@ def test_manifests_and_states_that_lack_a_key_are_passed_over(
     assert found is not None
     assert found.name == "step-00000003"
     assert len(damaged) == 1
+
+
+def test_a_checkpoint_under_the_name_of_a_later_one_does_not_take_its_place(copy: Run) -> None:
+    """Its model would be an old one, and the run would resume from it again and again."""
+    folder = copy.path / "checkpoints"
+    first, second = sorted(folder.iterdir())
+    shutil.copytree(first, folder / "step-99999999")
+    shutil.copytree(second, folder / "step-zzzzzzzz")
+    shutil.copytree(second, folder / "step-\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663")
+    found, damaged = checkpoint.latest(copy.path)
+    assert found == second
+    assert damaged == [f"{folder / 'step-99999999'}: is of step 3"]
+    assert copy.lost_lines == []
+
+
+@pytest.mark.parametrize("how", ["by the same name", "by a link"])
+def test_a_manifest_that_lists_a_file_twice_is_refused_before_that_is_hashed(
+    copy: Run, how: str
+) -> None:
+    """A thousand times over it would take hours."""
+    newest = copy.checkpoint
+    manifest = json.loads((newest / "manifest.json").read_text())
+    name = "x/model.safetensors" if how == "by the same name" else "x.safetensors"
+    (newest / "x.safetensors").hardlink_to(newest / "model.safetensors")
+    manifest["files"][name] = manifest["files"]["model.safetensors"]
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert "the same file as another one" in str(checkpoint.verify(newest))

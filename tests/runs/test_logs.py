@@ -130,3 +130,13 @@ def test_bad_files_that_hold_anything_do_not_block_resume(tmp_path: Path) -> Non
     listed = [json.loads(line)["name"] for line in file.read_text().splitlines()[3:]]
     assert sorted(listed) == ["noise 17", "noise 3"]
     assert run.lost_lines
+
+
+def test_a_folder_that_is_called_almost_like_a_checkpoint_costs_nothing(
+    copy: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = copy.checkpoint
+    newest.rename(newest.with_name("step-abcdefgh"))
+    assert copy.lost_lines == []  # it still knows how many there were
+    assert main(["doctor", str(copy.path)]) in (0, 10, 11, 12, 13)
+    assert "error" not in capsys.readouterr().err

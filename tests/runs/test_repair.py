@@ -3,6 +3,10 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 
 from stopmim import Run, pretrain
 from stopmim.base.errors import CheckpointError, RunInUseError, UserError
+from stopmim.base.files import write_whole
 from stopmim.cli import main
 from stopmim.runs.lock import claimed
 from stopmim.runs.repair import repair
@@ -74,6 +79,11 @@ def leave(run: Path) -> None:
     (run / ".report.html.tmp").write_text("half")
 
 
+def no_folder(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(run / "checkpoints")
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-30])
 
@@ -97,6 +107,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
         "moved     checkpoints/step-00000009 to damaged/step-00000009",
         6,
     ),
+    "an old checkpoint under a later name": (
+        lambda run: shutil.copytree(newest(run), run / "checkpoints" / "step-99999999"),
+        "moved     checkpoints/step-99999999 to damaged/step-99999999: is of step 6",
+        6,
+    ),
+    "no folder of checkpoints": (no_folder, "moved     checkpoints to damaged/checkpoints", 0),
     "another run's checkpoint": (stranger, "of another run: its run id is", 6),
     "all checkpoints": (
         lambda run: list(map(flip, run.glob("checkpoints/*/model.safetensors"))),
@@ -167,6 +183,54 @@ def test_nothing_that_is_damaged_is_deleted(copy: Run) -> None:
     (copy.path / "run.json").write_text("[")
     repair(copy.path)
     assert (aside / "run.json.2").read_text() == "["
+
+
+def test_checkpoints_on_another_disk_stay_on_it(whole: Run, copy: Run) -> None:
+    """Where a link of checkpoints/ leads."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        assert os.stat(disk).st_dev != copy.path.stat().st_dev
+        shutil.move(copy.path / "checkpoints", f"{disk}/checkpoints")
+        (copy.path / "checkpoints").symlink_to(f"{disk}/checkpoints")
+        flip(newest(copy.path) / "model.safetensors")
+        found = repair(copy.path)
+        assert "moved     checkpoints/step-00000006 to checkpoints/damaged/step-0" in str(found)
+        assert Path(disk, "checkpoints", "damaged", "step-00000006", "state.json").exists()
+        assert found.resumes_at == 3
+        assert weights(pretrain(NoiseImages(), copy.path, tiny())).keys() == weights(whole).keys()
+
+
+def test_leftovers_that_are_nested_too_deep_are_moved(copy: Run) -> None:
+    """As a received run directory may have; Python removes folders by recursion."""
+    where = os.open(copy.path / "checkpoints", os.O_RDONLY)
+    os.mkdir(name := ".tmp-deep", dir_fd=where)
+    for _ in range(2 * sys.getrecursionlimit()):
+        inner = os.open(name, os.O_RDONLY, dir_fd=where)
+        os.close(where)
+        where, name = inner, "x"
+        os.mkdir(name, dir_fd=where)
+    os.close(where)
+    found = str(repair(copy.path))
+    subprocess.run(["rm", "-r", copy.path / "damaged"], check=True)
+    assert "moved     checkpoints/.tmp-deep to damaged/.tmp-deep: cannot be removed" in found
+
+
+def test_a_result_that_is_added_meanwhile_is_kept(
+    copy: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation ends between the moment a log is read and the moment it is rewritten."""
+    spoil(copy.path / "results.jsonl")
+    adding = threading.Thread(target=lambda: copy.add_result(protocol="linear", value=1.0))
+
+    def late(path: Path, text: bytes) -> None:
+        if path.name == "results.jsonl":
+            adding.start()
+            adding.join(0.3)  # it waits for its turn
+        write_whole(path, text)
+
+    monkeypatch.setattr("stopmim.runs.repair.write_whole", late)
+    repair(copy.path)
+    adding.join()
+    assert [line["protocol"] for line in copy.results] == ["linear"]
 
 
 def test_a_run_in_use_is_left_alone(copy: Run) -> None:

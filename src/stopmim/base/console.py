@@ -25,7 +25,7 @@ BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to 
 UNUSUAL = 20  # times slower than usual ...
 LONGEST = 600  # characters of an error or a warning
 MISTAKES = 10  # of one config that are printed
-SLOW = 1.0  # ... and slower than this, in seconds: such an item tells nothing about the others
+SLOW = 1.0  # ... and slower than this, in seconds: such an item is left out of the estimate
 
 
 class Ticker:
@@ -36,7 +36,7 @@ class Ticker:
         self.numbers: Sequence[str] = ()
         self.extra: Sequence[str] = ()  # for a wide terminal
         self.start = self.now = self.last_line = time.monotonic()
-        self.mark: tuple[int, float] | None = None  # items and time the time left is told from
+        self.mark: tuple[int, float] | None = None  # items and time that the estimate starts from
         self.live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self.live = Live(get_renderable=self.rendered, console=console, transient=True)
@@ -56,7 +56,7 @@ class Ticker:
             self.live.stop()
 
     def update(self, done: int, *numbers: str, extra: Sequence[str] = ()) -> None:
-        """Moves on to `done` items; `numbers` are shown whole, `extra` where there is room."""
+        """Advances to `done` items; `numbers` are always shown, `extra` where there is room."""
         now = time.monotonic()
         if done > self.done:
             self._pass_over_unusual(done, now)
@@ -162,8 +162,10 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)
+def say(*lines: str) -> None:
+    """Prints lines; line breaks and control characters within one are escaped, as in a name."""
+    for line in lines:
+        console.print(visible(line), soft_wrap=True, markup=False)
 
 
 def warn(text: str) -> None:
@@ -182,13 +184,18 @@ def complain(error: Exception) -> None:
 def as_line(text: str) -> str:
     """`text` as one line for a terminal, whatever it holds.
 
-    Control characters, line breaks and lone surrogates are escaped, and the middle of a long text
-    is left out: names in files of others could forge lines, or be megabytes. Credentials in URLs
-    are left out, which libraries quote.
+    Control characters, line breaks and lone surrogates are escaped, and long texts lose their
+    middle: names in untrusted files could forge lines, or be megabytes. Credentials in URLs, which
+    libraries quote, are removed.
     """
-    clipped = _clipped(shown(text))
-    visible = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in clipped)
-    return _clipped("".join(visible))
+    return _clipped(visible(_clipped(shown(text))))
+
+
+def visible(text: str) -> str:
+    """`text` with control characters, direction marks and lone surrogates escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _clipped(text: str) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Count(NamedTuple):
-    """How many lines of a file are damaged and missing, and what the check of the next one says."""
+    """Numbers of damaged and missing lines of a file, and those that the next check contains."""
 
     damaged: int
     missing: int
@@ -116,18 +117,31 @@ def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:
 def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None) -> None:
     """Appends lines in one write: a kill before or after it leaves none of them, or all.
 
-    Without the `count` of the lines that are there, they are counted.
+    Without the `count` of the lines that are there, they are counted, and other processes that
+    do so, or rewrite the file, wait.
     """
-    known = count or count_lines(parse_jsonl(path))
-    lines = [checked(tree, known.following + i, known.old) for i, tree in enumerate(trees)]
-    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) if count else locked(path)
     with open(handle, "ab+", buffering=0) as file:
+        known = count or count_lines(parse_jsonl(path))
+        lines = [checked(tree, known.following + i, known.old) for i, tree in enumerate(trees)]
         # If a full disk tore the last line, start a new one: this line must stay readable.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
         data = (begin + "".join(lines)).encode()
         while data:  # a disk with room for a part of it writes that part
             data = data[file.write(data) :]
+
+
+def locked(path: Path) -> int:
+    """A descriptor of the file of lines at `path`, for this process alone until it is closed."""
+    while True:
+        handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        os.close(handle)  # it was replaced by another process meanwhile
 
 
 def number(value: object) -> float | None:
@@ -254,6 +268,18 @@ def sweep(folder: Path) -> None:
     """Removes the temporary files that killed processes have left in `folder`."""
     for path in leftovers(folder):
         path.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder, or a link to one, as far as that is possible.
+
+    A hostile one may be nested too deep.
+    """
+    with contextlib.suppress(OSError, RecursionError):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def own_folder(path: Path) -> Path:

@@ -1,5 +1,7 @@
-"""Main memory: how much is left, and which errors mean that there was none."""
+"""Main memory: how much is free, and which errors mean that it ran out."""
 
+import contextlib
+import ctypes
 import errno
 import re
 from pathlib import Path
@@ -7,8 +9,8 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 
-# Of a GPU, of torch's allocator on a CPU, of C++, of the system (a library or a file that cannot be
-# mapped), and of a thread without a stack.
+# Messages of a GPU, torch's CPU allocator, C++, the system (a library or a file that cannot be
+# mapped), and a thread that gets no stack.
 _TEXTS = (
     *("out of memory", "can't allocate", "not enough memory", "bad_alloc", "Cannot allocate"),
     *("can't start new thread", "could not create a primitive"),  # the second is oneDNN's
@@ -30,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException) -> str:
-    """What did not fit, in a few words."""
+    """Short description of the allocation that failed."""
     text = " ".join((str(error).splitlines() or [""])[0].split())
     if found := re.search(r"tried to allocate (\d+) bytes", text):
         return f"no room for {int(found[1]) / 2**20:,.0f} MiB more in main memory"
@@ -39,8 +41,17 @@ def shortage(error: BaseException) -> str:
     return text or "no room in main memory"
 
 
+def give_back() -> None:
+    """Returns freed memory to the system, where the C library can.
+
+    glibc keeps blocks below 32 MiB that were freed in a thread, and Pillow's have 16.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def main_memory() -> Memory | None:
-    """Memory of this machine, or of the container around; None where the system does not say."""
+    """Memory of this machine, or of its container; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         about = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(":") for x in lines)}

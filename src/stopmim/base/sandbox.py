@@ -44,7 +44,9 @@ DEPTH = 10  # deepest nesting of containers; VISSL's encoder lies at 5
 VALUES = 100_000  # most values, containers and tensors of a pickle; a ViT-H with AdamW has 10,000
 MEMORY = 800_000_000  # bytes for reading a pickle, on top of SHARED times its size
 UNUSED = ("opt", "optimizer", "scaler")  # skipped: larger than the weights
-SECONDS = 15  # for reading a pickle, plus one second per 10 MB
+SECONDS = 15  # of the processor for reading a pickle, plus one second per 10 MB
+BUSY = 4  # times as long by the clock: others may use the machine, and disks may be slow
+_LATE = (signal.SIGALRM, signal.SIGPROF)  # end a reader that takes too long
 
 
 def read_tree(path: Path) -> Any:
@@ -119,7 +121,7 @@ def _pickle(path: Path, size: int) -> Any:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             raise
-        if code == -signal.SIGALRM:
+        if -code in _LATE:
             raise ValueError(f"not read after {seconds:.0f} s")
         if code:
             raise ValueError(f"the process that read it ended with {code}")
@@ -186,8 +188,10 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
     """Reads `path`, writes its values and tensors to two files, and ends the process."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, not Python
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        for number in _LATE:
+            signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, not Python
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, BUSY * seconds)
         gc.disable()  # it would touch, and so copy, all memory of the parent
         torch.set_num_threads(1)  # the parent's threads do not exist here
         if (pages := Path("/proc/self/statm")).exists():  # memory of this process

@@ -1,8 +1,8 @@
-"""Credentials in URLs: taken out where a URL comes in, put back where it is fetched.
+"""Credentials in URLs: removed where a URL comes in, restored where it is fetched.
 
-Between the two, every part of the package sees the URL without ``user:password@`` and without the
-query, which may be a signature. So nothing that is printed or written can hold either. Processes
-that this one starts inherit them by an environment variable, as they do other credentials.
+In between, the whole package sees the URL without ``user:password@`` and without the query, which
+may be a signature, so that neither is ever printed or written. Child processes inherit them through
+an environment variable, as they do other credentials.
 """
 
 import json
@@ -23,12 +23,12 @@ _NO_PORT = re.compile(r"https?://[^/\[\]]*:[^/]*[^/\d]")  # a password that is n
 
 
 def shown(text: str) -> str:
-    """`text` with every URL in it as it may be shown. Libraries quote URLs in their messages."""
+    """`text` without the credentials of URLs in it, which libraries quote in their messages."""
     return _URL.sub(_shown_one, text) if "://" in text else text
 
 
 def hide(text: str) -> str:
-    """The same for what a user gives: remembers what is left out, for `reveal`."""
+    """`shown` for text that a user gives: stores the credentials for `reveal`."""
     for found in _URL.finditer(text) if "://" in text else ():
         if (safe := _shown_one(found)) != found[0]:
             os.environ[VARIABLE] = json.dumps(_known() | {safe: found[0]})
@@ -36,9 +36,9 @@ def hide(text: str) -> str:
 
 
 def remember(url: str) -> str:
-    """The same for a URL that is made from what a user gave, as by a pattern; returns it as shown.
+    """`shown` for a URL derived from a given one, as by a pattern: stores it for `reveal`.
 
-    A process that this one starts makes it anew: a variable has no room for thousands.
+    Child processes derive it again: an environment variable has no room for thousands.
     """
     safe = shown(url)
     if safe != url:

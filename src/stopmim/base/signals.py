@@ -1,8 +1,8 @@
 """Signals that end a command: Ctrl-C is answered within two seconds, whatever is going on.
 
 Python runs a handler between two instructions of the main thread, so a long call (a backward pass,
-a read from a slow disk) would delay the answer. A thread therefore hears of signals as well, by a
-pipe that the interpreter's own handler writes to at once.
+a read from a slow disk) would delay the answer. A second thread therefore also receives signals,
+through a pipe that the interpreter's own handler writes to at once.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ TWICE = 0.5  # seconds within which two signals are one: torchrun repeats that o
 WAIT = "stopping: the current step is finished and saved first; Ctrl-C again: at once"
 STOPPED = "stopmim: stopped"
 UNSAVED = f"{STOPPED} at once; the same command continues from the last checkpoint"
-STOPPED_CODE = 128 + signal.SIGINT
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+STOPPED_CODES = tuple(128 + number for number in _ENDING)
 
 
 class Received(list[int]):
@@ -38,27 +38,32 @@ class WaitEndedError(Exception):
 
 _loop: Received | None = None  # of the loop that now collects signals
 _collected = False  # whether any loop has collected one
-_interrupted = False
+_interrupted = 0  # the signal that came outside such a loop
 _answering = False
 _said = False  # whether the last line of the command is printed
 
 
 def is_interrupted() -> bool:
-    """Whether Ctrl-C came outside such a loop: errors that follow are its consequence."""
-    return _interrupted
+    """Whether a signal came outside such a loop: errors that follow are its consequence."""
+    return bool(_interrupted)
 
 
-def stopped(text: str = STOPPED, code: int = STOPPED_CODE) -> int:
+def interrupting() -> int:
+    """The signal behind a KeyboardInterrupt."""
+    return _interrupted or signal.SIGINT
+
+
+def stopped(text: str = STOPPED, code: int | None = None) -> int:
     """Says in one line that a signal ended the command, and returns its exit code."""
     global _said
     _said = True
     print(text, file=sys.stderr)
-    return code
+    return code or 128 + interrupting()
 
 
 @contextlib.contextmanager
 def signals() -> Iterator[Received]:
-    """Collects SIGINT and SIGTERM for the loop to act on between updates; a second one kills."""
+    """Collects SIGINT and SIGTERM for the loop to act on between updates; a second signal kills."""
     global _loop
     received = Received()
 
@@ -99,6 +104,8 @@ def answer() -> None:
     _answering = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so after nohup
         signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which would leave half of a file
+        signal.signal(signal.SIGTERM, _interrupt)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -110,7 +117,7 @@ def answer() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
     if _answering:
-        _interrupted = True
+        _interrupted = number
         sys.unraisablehook = lambda _: None  # an exception in a destructor would be printed
     raise KeyboardInterrupt
 
@@ -133,7 +140,7 @@ def _answer(pipe: int) -> NoReturn:
 
 
 def _will_save() -> bool:
-    """Whether a loop acts on the signal, or will when the main thread hears of it."""
+    """Whether a loop acts on the signal, or will as soon as the main thread receives it."""
     return _collected or (_loop is not None and not _loop.nothing_to_save)
 
 

@@ -1,4 +1,4 @@
-"""Waiting with a limit for a call that has none of its own."""
+"""A timeout for calls that have none of their own."""
 
 import queue
 import threading
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of `function`; TimeoutError if it takes longer, and then it is left alone.
+    """The result of `function`; TimeoutError if it takes longer, while it runs on in its thread.
 
-    It must give up the interpreter's lock while it waits, as calls of the network do.
+    It must release the GIL while it waits, as network calls do.
     """
     answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

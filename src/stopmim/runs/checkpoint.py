@@ -9,7 +9,7 @@ step whose checksums verify.
 import contextlib
 import hashlib
 import json
-import shutil
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.files import open_to_read, read_regular, remove_folder
 from stopmim.base.memory import is_out_of_memory
 from stopmim.base.sandbox import BYTES, read_tree
 from stopmim.config.schema import Config
@@ -54,19 +54,19 @@ def prune(newest: Path, keep: int) -> None:
     """
     run = newest.parents[1]
     for old in [path for path in steps(run) if path <= newest][:-keep]:
-        # What cannot be removed (a link, a file open on NFS) does not fail the save. Renamed first:
-        # a reader finds all of a checkpoint or nothing.
+        # A failure to remove (a link, a file open on NFS) does not fail the save. Renamed first, so
+        # that a reader finds all of a checkpoint or nothing.
         if not old.is_symlink():
             with contextlib.suppress(OSError):
                 old = old.rename(old.with_name(f"{TEMPORARY}{uuid4().hex}"))
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)
         faultpoint("save.pruned")
 
 
 def sweep(run: Path) -> None:
     """Removes the leftovers of interrupted saves."""
     for path in (run / "checkpoints").glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
 
 
 def latest(run: Path) -> tuple[Path | None, list[str]]:
@@ -81,7 +81,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         path = left[-1]
         passed.add(path)
         try:
-            problem = verify(path)
+            problem = verify(path) or misnamed(path)
             other = None if problem else foreign(_about(run), state(path))
         except LaterFormatError:
             raise
@@ -136,6 +136,7 @@ def verify(path: Path) -> str | None:
     """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
         files = json.loads(read_regular(path / "manifest.json"))["files"]
+        seen = set[tuple[int, int]]()
         for name, want in files.items():
             file = path / Path(name).name  # never elsewhere
             found = file.stat()
@@ -143,6 +144,9 @@ def verify(path: Path) -> str | None:
                 return f"{file}: not a regular file"
             if found.st_size != want["bytes"]:
                 return f"{file}: {found.st_size} bytes, not {want['bytes']}"
+            if (found.st_dev, found.st_ino) in seen:  # to hash it a thousand times takes hours
+                return f"{file}: the same file as another one"
+            seen.add((found.st_dev, found.st_ino))
             if sha256(file) != want["sha256"]:
                 return f"{file}: sha256 is not the recorded one"
         missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - set(files)
@@ -161,7 +165,8 @@ def state(path: Path) -> dict[str, Any]:
                 f"this is {__version__}, which reads formats up to {FORMAT}: upgrade stopmim"
             )
         found: dict[str, Any] = json.loads(read_regular(path / "state.json"))
-        if not isinstance(found["step"], int) or not isinstance(found["config"], dict):
+        step, config = found["step"], found["config"]
+        if not isinstance(step, int) or step < 0 or not isinstance(config, dict):
             raise ValueError("no step or no config")
     except FileNotFoundError:  # a live run may have removed it
         raise
@@ -171,10 +176,16 @@ def state(path: Path) -> dict[str, Any]:
     return found
 
 
-def lines_logged(run: Path, step: int) -> int:
-    """How many lines metrics.jsonl had when the checkpoint of `step` was saved; 0 if unknown."""
+def misnamed(path: Path) -> str | None:
+    """What is wrong with the name of a verified checkpoint, which tells which one is newest."""
+    step = state(path)["step"]
+    return None if path.name == f"step-{step:08d}" else f"{path}: is of step {str(step)[:20]}"
+
+
+def lines_logged(path: Path) -> int:
+    """Number of lines of metrics.jsonl when the checkpoint `path` was saved; 0 if unknown."""
     try:
-        found = state(run / "checkpoints" / f"step-{step:08d}").get("logged")
+        found = state(path).get("logged")
     except (CheckpointError, OSError):
         return 0
     return found if isinstance(found, int) else 0
@@ -257,7 +268,9 @@ def not_finite(weights: Mapping[str, Tensor]) -> str | None:
 
 def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
     """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
-    have, need = ({key: tuple(x.shape) for key, x in some.items()} for some in (weights, want))
+    have, need = (
+        {key: tuple(x.shape) for key, x in tensors.items()} for tensors in (weights, want)
+    )
     problems = [f"missing {key} {need[key]}" for key in need.keys() - have.keys()]
     problems += [f"unexpected {key[:80]} {have[key]}" for key in have.keys() - need.keys()]
     problems += [
@@ -309,7 +322,8 @@ def _named(
 
 def steps(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-????????"))
+    found = (run / "checkpoints").glob("step-????????")
+    return sorted(path for path in found if re.fullmatch("step-[0-9]{8}", path.name))
 
 
 def sha256(path: Path) -> str:

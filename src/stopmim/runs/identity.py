@@ -1,8 +1,8 @@
-"""What makes a run this run: its id, the config that decides its numbers, its data, its threads.
+"""Identity of a run: its id, the config that decides its numbers, its data, its threads.
 
-run.json has them, sealed by a hash, so that an edit by hand is noticed. Every checkpoint has them
-too: it loads into no other run, and run.json can be restored from it. Runs of old versions have
-neither id nor seal; of these only the config can be compared.
+They are in run.json, sealed by a hash so that edits by hand are noticed, and in every checkpoint,
+which therefore loads into no other run and can restore run.json. Runs of old versions have neither
+id nor seal; for these only the config is compared.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from stopmim.base.errors import CheckpointError
 from stopmim.base.files import read_regular
-from stopmim.config.schema import Config, flatten
+from stopmim.config.schema import MOST_THREADS, Config, flatten
 
 About = dict[str, Any]  # run.json
 
@@ -54,9 +54,9 @@ def is_complete(about: About) -> bool:
         case {
             "config": {},
             "data": {"source": _, "images": int(), "fingerprint": _},
-            "starts": [{"threads": int()}, *_],
+            "starts": [{"threads": int(threads)}, *_],
         }:
-            return True
+            return type(threads) is int and 1 <= threads <= MOST_THREADS
     return False
 
 
@@ -66,7 +66,7 @@ def sealed(about: About) -> About:
 
 
 def broken_seal(about: About) -> str:
-    """What is wrong with the seal of a complete run.json, or ""."""
+    """Description of a broken seal of a complete run.json, or ""."""
     if "id" not in about and "check" not in about:  # of an old version
         return ""
     found, wanted = about.get("check"), _seal(about)
@@ -102,7 +102,7 @@ def changed_key(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, An
 
 
 def binding(about: About) -> dict[str, Any] | None:
-    """What a checkpoint has to say of its run, beside the config; None in runs of old versions."""
+    """Identity of the run, for its checkpoints, besides the config; None for old versions."""
     if "id" not in about or not is_complete(about):
         return None
     return {"id": about["id"], "data": about["data"], "start": about["starts"][0]}
@@ -121,7 +121,7 @@ def foreign(about: About, state: Mapping[str, Any]) -> str | None:
     """Why the checkpoint with this `state` is not of the run with this run.json, or None."""
     config, own = state.get("config"), state.get("run")
     if not isinstance(about.get("config"), dict) or not isinstance(config, dict):
-        return None  # not a run's; reported by whoever needs it
+        return None  # not of a run; reported where it is needed
     run = own if isinstance(own, dict) else {}
     if key := changed_key(config, about["config"]):
         return f"its {key[0]} is {key[1]!r}, that of run.json {key[2]!r}"

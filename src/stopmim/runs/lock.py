@@ -1,4 +1,4 @@
-"""The claim on a run directory: one process writes to it, for as long as it lies where it did.
+"""The claim on a run directory: one process writes to it, as long as it stays where it is.
 
 Processes of one machine are kept apart by a lock on run.lock. Machines that share a file system may
 not share its locks: the owner also writes the time into run.lock every few seconds, and another
@@ -29,7 +29,7 @@ POLL = 1.0
 
 
 class Place(NamedTuple):
-    """Where a claimed run lies now; `problem` says what has happened to it, or is ""."""
+    """Current location of a claimed run; `problem` says what happened to it, or is ""."""
 
     path: Path | None  # None: it is gone, or somebody else's
     problem: str = ""
@@ -69,7 +69,7 @@ class Claim:
                 self.write()
 
     def place(self) -> Place:
-        """Where the run is now: at its path, somewhere else, or nowhere."""
+        """Current location of the run: at its path, elsewhere, or None."""
         if not _is_same(self.path, self.folder):
             moved = _path_of(self.folder)
             if moved is None:
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def place_of(path: Path) -> Place:
-    """Where the run that was claimed at `path` is now; of one that was not claimed, `path`."""
+    """Current location of the run claimed at `path`; `path` itself if none was claimed."""
     claim = _claims.get(path)
     return claim.place() if claim else Place(path)
 
@@ -249,7 +249,7 @@ def _path_of(folder: int) -> Path | None:
 
 
 def boot_id() -> str:
-    """Names this start of this machine; machines of one name differ in it."""
+    """Id of this boot of this machine, which tells machines of the same name apart."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -18,7 +18,7 @@ from stopmim.base.files import (
 from stopmim.runs.lock import place_of
 
 
-class Lines:
+class Log:
     """A growing .jsonl file. Lines that do not fit on a full disk wait for the next call."""
 
     def __init__(self, path: Path, lines: list[Line]) -> None:
@@ -42,7 +42,7 @@ class Lines:
 
     @property
     def logged(self) -> int:
-        """Number of lines so far, with those that wait or are lost."""
+        """Number of lines so far, including waiting and lost ones."""
         return self.count.following + len(self.waiting)
 
     def move(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Lines:
         self.write()
 
 
-class Metrics(Lines):
+class Metrics(Log):
     """metrics.jsonl, truncated to the step that a run resumes at.
 
     Damaged lines before that stay where they are, to be seen; `logged` lines were there when the
@@ -79,7 +79,7 @@ def _step(line: Line) -> float:
     return math.inf if step is None else step
 
 
-class BadFiles(Lines):
+class BadFiles(Log):
     """bad_files.jsonl: every unreadable image once; too many of them end the run."""
 
     def __init__(self, path: Path, total: int, share: float) -> None:
@@ -103,7 +103,7 @@ class BadFiles(Lines):
 
 
 def lost_lines(path: Path, logged: int = 0) -> str:
-    """How many lines of a log are damaged or missing, in words, or ""."""
+    """Numbers of damaged and missing lines of a log, in words, or ""."""
     damaged, missing, following, _ = count_lines(parse_jsonl(path))
     missing += max(0, logged - following)
     counts = {"damaged": damaged, "missing": missing}

@@ -12,7 +12,7 @@ HOLD_OUT = "0.2"  # share of the images to test on, where they have no test spli
 
 
 def next_commands(run: Run) -> str:
-    """What to type next: has it collapsed, what does it know, and a page about both."""
+    """The commands to type next: diagnose the run, evaluate it, and write a report on both."""
     path = shlex.quote(str(run.path))
     measured = run.config.runtime.health_every != 0
     images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"

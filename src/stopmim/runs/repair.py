@@ -7,7 +7,6 @@ run that could be repaired resumes with the same bits as one that was never dama
 import contextlib
 import json
 import os
-import shutil
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,11 @@ from stopmim.base.files import (
     Line,
     count_lines,
     leftovers,
+    locked,
     open_regular,
     own_folder,
     parse_jsonl,
+    remove_folder,
     write_whole,
 )
 from stopmim.runs import checkpoint, shards
@@ -42,7 +43,7 @@ ASIDE = "damaged"
 
 @dataclass
 class Repair:
-    """What was found in the run directory `path`, and what was done about it, or would be."""
+    """Findings in the run directory `path`, and the action taken or planned for each."""
 
     path: Path
     dry_run: bool = False
@@ -66,7 +67,7 @@ class Repair:
     # -------------------------------------------------------------------------- the parts
 
     def lock(self) -> None:
-        """run.lock: whatever is no file is moved; `claimed` then finds out about the owner."""
+        """Moves a run.lock that is no regular file; `claimed` then deals with its owner."""
         file = self.path / "run.lock"
         if _is_odd(file):
             self.aside(file, "is no regular file")
@@ -74,25 +75,31 @@ class Repair:
             self.say("removed", "run.lock of a process that has ended")
 
     def temporaries(self) -> None:
-        """What killed processes were writing."""
+        """Removes unfinished files of killed processes."""
         folder = self.path / "checkpoints"
         old = [path for path in self.path.glob(".*.tmp*") if not path.is_dir()]  # old versions
         folders = [*folder.glob(f"{checkpoint.TEMPORARY}*"), *folder.glob(shards.STAGING)]
         halves = [*folders, *leftovers(self.path), *old]
         for path in halves:
             if not self.dry_run:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    remove_folder(path)
                 else:
                     path.unlink(missing_ok=True)
-            self.say("removed", f"{path.relative_to(self.path)}, left by a killed process")
+            if path.exists() and not self.dry_run:
+                self.aside(path, "cannot be removed")
+            else:
+                self.say("removed", f"{path.relative_to(self.path)}, left by a killed process")
 
     def checkpoints(self) -> dict[Path, dict[str, Any]]:
         """The states of the intact checkpoints, newest first; the others are moved."""
         intact = {}
+        folder = self.path / "checkpoints"
+        if not folder.is_dir():
+            self.aside(folder, "is no folder")
         for path in reversed(checkpoint.steps(self.path)):
             try:
-                problem = checkpoint.verify(path)
+                problem = checkpoint.verify(path) or checkpoint.misnamed(path)
                 state = {} if problem else checkpoint.state(path)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
@@ -143,15 +150,11 @@ class Repair:
             self.aside(file, "is no regular file")
             return
         lines = parse_jsonl(file)
+        if not self.dry_run and any(line.tree is None for line in lines):
+            lines = self.without_damage(file)
         bad = [line for line in lines if line.tree is None]
         count = count_lines(lines)
         missing = count.missing + max(0, logged - count.following)
-        if bad and not self.dry_run:
-            place = own_folder(self.path / ASIDE) / name
-            handle = open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            with open(handle, "ab") as rest:
-                rest.write(_text(bad))
-            write_whole(file, _text([line for line in lines if line.tree is not None]))
         if bad:
             self.say("moved", f"{len(bad)} damaged lines of {name} to {ASIDE}/{name}")
         if missing:
@@ -159,20 +162,37 @@ class Repair:
         if lines:
             self.say("intact", f"{len(lines) - len(bad)} lines of {name}")
 
+    def without_damage(self, file: Path) -> list[Line]:
+        """Moves the damaged lines of a log; returns all that were there."""
+        handle = locked(file)  # an evaluation may be about to add a line
+        try:
+            lines = parse_jsonl(file)
+            place = own_folder(self.path / ASIDE) / file.name
+            with open(open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as rest:
+                rest.write(_text([line for line in lines if line.tree is None]))
+            write_whole(file, _text([line for line in lines if line.tree is not None]))
+            return lines
+        finally:
+            os.close(handle)
+
     def aside(self, path: Path, why: str) -> None:
         """Moves a file or folder, or the link itself, into ``damaged/``."""
-        place = self.path / ASIDE / path.name
+        if not path.exists() and not path.is_symlink():
+            return  # there is nothing to move
+        # A link of checkpoints/ to another disk is followed, and nothing is moved between disks.
+        is_near = path.parent.stat().st_dev == self.path.stat().st_dev
+        folder = (self.path if is_near else path.parent) / ASIDE
+        place = folder / path.name
         number = 1
         while place.exists() or place.is_symlink():
             number += 1
             place = place.with_name(f"{path.name}.{number}")
-        if not path.exists() and not path.is_symlink():
-            return  # there is nothing to move
         if not self.dry_run:
-            own_folder(place.parent)
+            own_folder(folder)
             path.rename(place)
         what = " ".join(why.replace(f"{path}/", "").replace(f"{path}: ", "").split())
-        self.say("moved", f"{path.relative_to(self.path)} to {ASIDE}/{place.name}: {what[:200]}")
+        names = path.relative_to(self.path), place.relative_to(self.path)
+        self.say("moved", f"{names[0]} to {names[1]}: {what[:200]}")
 
 
 def repair(path: str | Path, *, dry_run: bool = False) -> Repair:

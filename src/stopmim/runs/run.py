@@ -12,7 +12,9 @@ report.html      written by `stopmim report`
 """
 
 import json
+import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -25,12 +27,14 @@ import torch
 
 from stopmim._version import __version__
 from stopmim.base.console import say
-from stopmim.base.errors import CheckpointError, DataError, UserError
+from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
 from stopmim.base.files import append_jsonl, read_jsonl, sweep, write_whole
 from stopmim.base.secrets import hide
 from stopmim.config.schema import Config
+from stopmim.data.content import digests
 from stopmim.data.images import Images
-from stopmim.data.verify import digests, spread
+from stopmim.data.loading import Reader
+from stopmim.data.order import evenly_spaced
 from stopmim.method.encoder import ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
@@ -82,9 +86,8 @@ class Run:
 
     @property
     def lost_lines(self) -> list[str]:
-        """What the logs of the run have lost, a line each."""
-        newest = [int(path.name[5:]) for path in checkpoint.steps(self.path)[-1:]]
-        logged = [checkpoint.lines_logged(self.path, step) for step in newest]
+        """Damaged and missing lines of the logs, a description per log."""
+        logged = [checkpoint.lines_logged(path) for path in checkpoint.steps(self.path)[-1:]]
         said = [lost_lines(self.path / "metrics.jsonl", *logged)]
         said += [lost_lines(self.path / name) for name in ("results.jsonl", "bad_files.jsonl")]
         return [line for line in said if line]
@@ -100,9 +103,10 @@ class Run:
 
 
 def begin(
-    path: Path, config: Config, source: str, images: Images, device: torch.device, ranks: int = 1
+    path: Path, config: Config, source: str, reader: Reader, device: torch.device, ranks: int = 1
 ) -> None:
     """Writes run.json, or checks that the run there is this one and records the restart."""
+    images = reader.images
     sweep(path)  # under the lock
     file = path / "run.json"
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -119,7 +123,8 @@ def begin(
         "git": git_state(),
     }
     data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
-    saved = any((path / "checkpoints").glob("step-*"))
+    folder = _folder_to_save_to(path)
+    saved = any(folder.glob("step-*"))
     if file.exists() and not saved and _differs(path, config, images):
         say(f"{path}: begins anew, with another config or other images; nothing had been saved")
         file.unlink()
@@ -131,16 +136,29 @@ def begin(
                 f"{path}: these are not the images this run began with: {old['images']} from "
                 f"{old['source']} then, {len(images)} from {source} now; choose another --out"
             )
-        _same_content(path, old.get("sample"), images, config)
+        _same_content(path, old.get("sample"), reader)
         about["starts"].append(start)
     elif saved:
         what = f"restore it with stopmim repair {path}, or choose another --out"
         raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
     else:
-        data["sample"] = digests(images, spread(len(images), SAMPLE), config)
+        data["sample"] = digests(reader, evenly_spaced(len(images), SAMPLE))
         about = {"id": new_id(), "config": config.model_dump(mode="json"), "data": data}
         about = sealed(json.loads(json.dumps(about | {"starts": [start]})))
     write_whole(file, json.dumps(about, indent=1))
+
+
+def _folder_to_save_to(path: Path) -> Path:
+    """Refuses, before anything is trained, what nothing could be saved to or loaded from."""
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError:  # safetensors writes such a file, and cannot read it
+        raise UserError(f"{path}: the name is not UTF-8; choose another --out") from None
+    folder = path / "checkpoints"
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        what = f"is no folder to save to; remove it, or see stopmim repair {path}"
+        raise StorageError(f"{folder}: {what}")
+    return folder
 
 
 def _differs(path: Path, config: Config, images: Images) -> bool:
@@ -159,18 +177,19 @@ def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
         )
 
 
-def _same_content(path: Path, sample: object, images: Images, config: Config) -> None:
+def _same_content(path: Path, sample: object, reader: Reader) -> None:
     """Raises DataError if images of the `sample` that was read at the first start have changed."""
     if not isinstance(sample, dict):  # of an old version
         return
-    numbers = [int(i) for i in sample if i.isdecimal() and int(i) < len(images)]
-    found = digests(images, numbers, config)
-    changed = [i for i, digest in found.items() if sample[str(i)] != digest]
+    digits = {i: x for i, x in sample.items() if re.fullmatch("[0-9]{1,15}", i)}
+    known = {int(i): x for i, x in digits.items() if int(i) < len(reader.images)}
+    found = digests(reader, list(known))
+    changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
         raise DataError(
             f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
-            f"content than at the first start, such as {images.name(changed[0])}; put them back, "
-            f"or choose another --out; stopmim check DATA --against {path} compares all"
+            f"content than at the first start, such as {reader.images.name(changed[0])}; put them "
+            f"back, or choose another --out; stopmim check DATA --against {path} compares all"
         )
 
 

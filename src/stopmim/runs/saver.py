@@ -8,7 +8,6 @@ is now, or to a new directory beside it.
 import errno
 import json
 import os
-import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from stopmim._version import __version__
 from stopmim.base.console import warn
 from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import sync, write_whole
+from stopmim.base.files import remove_folder, sync, write_whole
 from stopmim.config.schema import Config
 from stopmim.gpu.copies import cloned, has_room, on_host
 from stopmim.gpu.sharding import is_sharded
@@ -44,7 +43,7 @@ from stopmim.runs.checkpoint import (
 )
 from stopmim.runs.identity import About, binding, read_about
 from stopmim.runs.lock import Place, place_of
-from stopmim.runs.logs import Lines
+from stopmim.runs.logs import Log
 from stopmim.runs.shards import Staged
 
 SECONDS = 600.0  # between two checkpoints, unless `runtime.save_every` says how many updates
@@ -68,7 +67,7 @@ class Saver:
     writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
     guard: Tensor | None = None  # of updates that are skipped
     failed: int = 0  # saves in a row
-    log: Lines | None = None  # metrics.jsonl: a checkpoint knows how many lines it had
+    log: Log | None = None  # metrics.jsonl: a checkpoint knows how many lines it had
 
     about: About = field(init=False)  # run.json, which a checkpoint is bound to
     thread: Thread | None = field(init=False, default=None)  # that writes, or has written,
@@ -177,7 +176,7 @@ class Saver:
         warn(f"{what}; training continues")
 
     def close(self) -> None:
-        """Waits for the save in flight of a run that ends for another reason, which is reported."""
+        """Waits for the save in flight when a run fails otherwise; warns if the save fails too."""
         try:
             self.finish()
         except Exception as error:
@@ -245,7 +244,7 @@ class Saver:
                 sync(path)
             self._place(run, temporary, folder / f"step-{step:08d}")
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_folder(temporary)
             raise
         faultpoint("save.renamed")
         prune(folder / f"step-{step:08d}", self.config.runtime.keep)
@@ -256,8 +255,9 @@ class Saver:
         faultpoint("save.synced")
         if run == self.run and place_of(run).path != run:
             raise OSError(errno.ESTALE, "the run directory is not the one that it was")
-        if final.exists():  # damaged, or the run would have resumed from it
-            shutil.rmtree(final)
+        if final.exists() or final.is_symlink():  # damaged, or the run would have resumed from it
+            os.rename(final, aside := final.with_name(f"{TEMPORARY}{uuid4().hex}"))
+            remove_folder(aside)
         os.rename(temporary, final)
         faultpoint("save.moved")
         sync(final.parent)

@@ -9,7 +9,6 @@ checkpoint before.
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stopmim.base.faults import faultpoint
+from stopmim.base.files import remove_folder
 from stopmim.gpu.sharding import is_sharded
 
 State = dict[str, Tensor]
@@ -59,9 +59,9 @@ def local(states: tuple[State, State]) -> tuple[State, State]:
 
 
 def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
-    """Writes the pieces of all ranks but the first, which all must call it.
+    """Writes the pieces of all ranks but the first; every rank must call it.
 
-    `bad` is a tensor of this rank that is not finite: the ranks tell each other.
+    `bad` names a tensor of this rank that is not finite; all ranks learn of it.
     """
     folder, rank = run / "checkpoints" / STAGING, dist.get_rank()
     if rank == 0:
@@ -79,15 +79,15 @@ def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
                 faultpoint("save.shard")
         except (OSError, safetensors.SafetensorError) as error:
             problem = f"rank {rank}: {error}"
-    told: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(told, (problem, bad))
-    problems, bads = zip(*told, strict=True)
+    reports: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(reports, (problem, bad))
+    problems, bads = zip(*reports, strict=True)
     return Staged(folder, next(filter(None, problems), None), next(filter(None, bads), None))
 
 
 def sweep(run: Path) -> None:
     """Removes the leftovers of an interrupted save."""
-    shutil.rmtree(run / "checkpoints" / STAGING, ignore_errors=True)
+    remove_folder(run / "checkpoints" / STAGING)
 
 
 def read(

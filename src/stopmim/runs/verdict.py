@@ -1,4 +1,4 @@
-"""What results say about an encoder: above, below, or not distinguishable from random init.
+"""The verdict of results on an encoder: above, below, or not distinguishable from random init.
 
 A line is one of results.jsonl. Numbers are in percent where `unit` says so. The verdict rests on
 the interval of the difference to random init alone, never on the size of the difference. Every
@@ -16,7 +16,7 @@ LEVEL = 99  # percent of an interval of a difference: a suite asks some ten ques
 RANDOM_INIT = "random init"
 ABOVE, EQUAL, BELOW = "above", "not distinguishable from", "below"
 SHARES = ("value", "low", "high", "random_init", "a", "b")  # fractions in lines of old versions
-# What was found, as opposed to what was asked.
+# Keys of a line that are results; the others describe the evaluation.
 FOUND = {"value", "low", "high", "random_init", "difference", "difference_low", "difference_high"}
 FOUND |= {"chance", "verdict"}
 
@@ -52,7 +52,7 @@ def difference(line: Line) -> tuple[float, float, float] | None:
         return found, low, high
     if own_low is None or own_high is None:
         return None
-    # Of answers that are not paired only the interval of the value is known, at 95 %. Random init
+    # Without paired answers only the interval of the value is known, at 95 %. Random init
     # has another as wide, and 99 % are wanted: sqrt(2) * 1.31 is less than 2.
     half = own_high - own_low
     return found, found - half, found + half
