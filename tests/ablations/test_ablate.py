@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,20 +23,22 @@ from test_videos import davis
 import results
 from stopmim import pretrain
 from stopmim.ablations import run as ablate
+from stopmim.ablations.jobs import last_update, places
 from stopmim.ablations.lines import lines, metric
 from stopmim.ablations.paper import TABLES, find_table, listing
 from stopmim.ablations.questions import Question, questions
 from stopmim.ablations.record import outcome_of, write_records
-from stopmim.ablations.report import as_markdown, figures, terminal, write_report
+from stopmim.ablations.report import as_markdown, figures, notes, terminal, write_report
 from stopmim.ablations.run import identity
-from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, last_update, perform, places
-from stopmim.base.errors import DataError, UserError
+from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, perform
+from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.cli import main
 from stopmim.cli.run import parse
 from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import to_yaml
 from stopmim.data.check import check
+from stopmim.evals import cache
 from stopmim.evals.protocols import PROTOCOLS, from_options
 from stopmim.evals.results import over_seeds, paired, t_quantile
 from stopmim.method.build import configure
@@ -90,7 +93,7 @@ def test_of_the_papers_numbers_a_page_speaks_where_there_are_some(
     name: str, has: bool, tmp_path: Path
 ) -> None:
     planned = plan(name, tmp_path)
-    text = as_markdown(planned, {"Results": [{"row": "a"}]})
+    text = as_markdown(planned, {"Results": [{"row": "a"}]}, notes(planned, []))
     assert ("The paper's numbers" in text) == has
     assert "- seed: 0\n" in text  # not "seeds: 0"
 
@@ -488,6 +491,23 @@ def test_a_run_to_compare_with_that_has_gone_on_is_asked_again(tmp_path: Path) -
     assert borrowed().encoder == str(run.checkpoint)
 
 
+def test_checkpoints_alone_are_evaluated_beside_the_papers_numbers(tmp_path: Path) -> None:
+    pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
+    given = [f"MAE ViT-B/16={tmp_path / 'run'}"]
+    planned = quick(plan("downstream", tmp_path / "out", seeds=0, checkpoints=given))
+    said = ablate.describe(planned)
+    assert "1 runs, 0 of them done, 0 updates left" in said
+    assert "preset" not in said.split("--checkpoint.")[-1]  # after the note of the table
+    write_report(planned, carried_out(planned))
+    text = (tmp_path / "out" / "downstream" / "table.md").read_text()
+    assert "pretrained on" not in text
+    header, _, row = (line for line in text.partition("## Results")[2].splitlines()[2:5])
+    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+    assert cells["| row"] == "| MAE ViT-B/16"
+    assert cells["paper: 100 %, last layer"].strip() == "68.0"
+    assert not [file for file in (tmp_path / "out").rglob("metrics.jsonl")]
+
+
 def test_every_problem_of_every_row_is_said_at_once(tmp_path: Path) -> None:
     """The released code has no tokens but masked ones, and these images fill no batch."""
     with pytest.raises(UserError) as caught:
@@ -510,8 +530,40 @@ def test_every_kind_of_table_asks_by_its_own_protocol(tmp_path: Path) -> None:
         (("linear",), "clevr_count", both),
         (("linear",), "cifar100", both),
     ]
-    with pytest.raises(UserError, match="ablate tracking: name a folder of DAVIS"):
+    with pytest.raises(UserError, match="ablate tracking: name one folder of DAVIS"):
         asked("tracking", data=str(tmp_path))
+    with pytest.raises(UserError, match="ablate tracking: name one folder of DAVIS"):
+        asked("tracking", "scenes:1", "scenes:2")  # the second would not be looked at
+
+
+def test_data_sets_to_evaluate_on_have_columns_of_their_own() -> None:
+    def names(*evals: str) -> list[str]:
+        return [q.on for q in questions("transfer", "scenes", 48, evals, "25")]
+
+    assert names("scenes:8") == [""]
+    assert names("scenes:8", "scenes:9") == ["scenes:8", "scenes:9"]
+    assert names("cifar100=scenes:8", "scenes:9") == ["cifar100", "scenes:9"]
+    for same in (("scenes:8", "scenes:8"), ("cifar100=scenes:8", "cifar100=scenes:9")):
+        with pytest.raises(UserError, match=r"--eval: two data sets called (scenes:8|cifar100):"):
+            names(*same)
+
+
+@pytest.mark.parametrize("asks", ["few labels", "tracking"])
+def test_other_code_asks_again(asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a table that is continued after an update has rows measured by two codes."""
+    ours = tmp_path / "stopmim"
+    shutil.copytree(Path(cache.__file__).parents[1], ours)
+    monkeypatch.setattr(cache, "__file__", str(ours / "evals" / "cache.py"))
+
+    def content() -> str:
+        (asked,) = questions(asks, "scenes", 48, (), "25")
+        return asked.content
+
+    before = content()
+    assert content() == before
+    with (ours / "evals" / "protocols" / "knn.py").open("a") as code:
+        code.write("VERSION = 2\n")
+    assert content() != before
 
 
 def test_options_of_protocols_reach_them_and_change_nothing_if_they_are_the_defaults(
@@ -638,6 +690,33 @@ def test_the_table_has_means_intervals_paired_differences_and_the_paper_beside(
     assert "| StoP | 100 | 0:50 | 2.00 |" in text
     assert "2.00" not in (page.parent / "table.csv").read_text()  # no time in it
     assert "models of other size" in text
+
+
+def test_a_table_says_which_runs_collapsed_and_how_many(tmp_path: Path) -> None:
+    """Over all that were trained: a run without a log counts for nothing, a failed one counts."""
+    planned, said = plan("positions", tmp_path, seeds=2), "Collapsed, in full or in part: "
+    verdicts = {"sine-cosine": ("collapse", "not collapsed"), "learned": ("partial collapse", "-")}
+    found = [
+        replace(made_up(row, i, *([0.25 + i] if one != "-" else [])), verdict=one, rank=2.0 + i)
+        for row, pair in verdicts.items()
+        for i, one in enumerate(pair)
+    ]
+    found += [replace(made_up("StoP", i, problem="disk full"), verdict="shortcut") for i in (0, 1)]
+    page = write_report(planned, found)
+    for text in (page.read_text(), (page.parent / "table.md").read_text()):
+        assert f"{said}2 of 5 runs (40 %)." in text
+    assert terminal(planned, found).endswith("(40 %).")
+    rows = (page.parent / "table.md").read_text().split("## Runs\n\n")[1].splitlines()[:8]
+    assert rows[0] == "| row | seed | verdict | RankMe | lowshot |"
+    assert rows[2] == "| sine-cosine | 0 | collapse | 2.0 | 25.0 |"
+    assert rows[5] == "| learned | 1 | - | 3.0 | - |"
+    assert rows[7] == "| StoP | 1 | disk full | - | - |"
+    with (page.parent / "table.csv").open() as file:
+        told = {row["row"]: (row["collapsed"], row["runs"]) for row in csv.DictReader(file)}
+    assert told == {"sine-cosine": ("1", "2"), "learned": ("1", "1"), "StoP": ("0", "2")}
+    one = [made_up(row, 0, 0.5) for row in verdicts]
+    assert "## Runs" not in write_report(planned, one).with_suffix(".md").read_text()
+    assert said not in terminal(planned, [replace(run, verdict="-") for run in one])
 
 
 def test_numbers_chosen_on_test_have_columns_of_their_own() -> None:
@@ -829,3 +908,66 @@ def test_an_ablation_killed_at_random_moments_ends_with_the_same_table(tmp_path:
     assert start(tmp_path / "cut").wait() == 0
     same = [tmp_path / one / "positions" / "table.csv" for one in ("whole", "cut")]
     assert same[0].read_bytes() == same[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "5", "[1]", "[" * 100_000, "junk", None], ids=lambda text: str(text)[:8]
+)
+def test_answers_that_are_none_are_asked_for_again(tmp_path: Path, text: str | None) -> None:
+    """None: a pipe, which nobody writes to."""
+    (trial, *_) = quick(plan("positions", tmp_path)).trials
+    trial.path.mkdir(parents=True)
+    for path in (trial.answers_file, trial.path / "metrics.jsonl"):
+        if text is None:
+            os.mkfifo(path)
+        else:
+            path.write_text(text)
+    assert trial.answers() is None
+    assert last_update(trial.path) == 0
+
+
+def test_a_log_that_holds_anything_is_reported(tmp_path: Path) -> None:
+    planned = quick(plan("positions", tmp_path))
+    trial = planned.trials[0]
+    trial.path.mkdir(parents=True)
+    lines = ['{"step": "x", "norm_A": 1}', '{"step": [], "norm_A": "y", "target_rank": {}}']
+    (trial.path / "metrics.jsonl").write_text("\n".join(lines))
+    found = [Outcome.of_trial(trial) for trial in planned.trials]
+    assert write_report(planned, found).exists()
+
+
+@pytest.mark.parametrize("name", ["positions", "positions/records"])
+def test_nothing_is_written_through_a_link_in_the_folder(tmp_path: Path, name: str) -> None:
+    planned = quick(plan("positions", tmp_path / "out"))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "out" / name).symlink_to(victim)
+    found = [Outcome.of_trial(trial, "failed") for trial in planned.trials]
+    write = write_report if name == "positions" else write_records
+    with pytest.raises(StorageError, match="is a link"):
+        write(planned, found)
+    assert list(victim.iterdir()) == []
+
+
+def test_a_row_that_runs_out_of_memory_says_so(tmp_path: Path) -> None:
+    """In a process with little more address space than it has: real allocations fail."""
+    request = {"train": "scenes:999999:99:3", "test": "scenes:24:32:4", "label": ["count"]}
+    trial = quick(plan("positions", tmp_path)).trials[0]
+    file = tmp_path / "trial.json"
+    asked = (Question(("knn",), request),)
+    file.write_bytes(TRIAL_JSON.dump_json(replace(trial, questions=asked)))
+    script = f"""
+import resource, sys
+from stopmim.ablations.trial import main
+import stopmim.evals.knn, stopmim.train.loop
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 400 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.exit(main([{str(file)!r}]))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 7, line
+    assert line.startswith("stopmim: error: out of memory")

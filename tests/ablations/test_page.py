@@ -11,12 +11,14 @@ import pytest
 import tables
 from stopmim.ablations.page import PRETRAINING, PRINTED, ours, page
 from stopmim.ablations.paper import TABLES
+from stopmim.ablations.questions import refuse_without_effect
 from stopmim.ablations.record import as_text
 from stopmim.ablations.recorded import Recorded, recorded, settings
 from stopmim.cli import main
 from stopmim.cli.run import parse
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import override, resolve
+from stopmim.evals.recipes import TASKS
 
 TEXT = (tables.ROOT / tables.PAPER).read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M))
@@ -63,6 +65,25 @@ def test_what_was_not_run_has_a_command_that_exists_and_a_cost() -> None:
         assert f"takes {minutes:.0f} GPU minutes of training" in text
     command: Any = parse(shlex.split(said[2])[1:]) if said else None  # of the last table
     assert command.changes == {"positions.sigma": 0.25}  # the setting it is to be compared in
+
+
+def test_every_line_of_a_main_table_has_a_command_that_measures_it() -> None:
+    for name, table in TABLES.items():
+        said = re.search(rf"then `stopmim (ablate {name} .*?)`, which trains", SECTIONS[name])
+        assert bool(said) == bool(table.published)
+        if said:
+            command: Any = parse(shlex.split(said[1]))
+            assert command.seeds == 0
+            asks = {key: getattr(command.evaluation, key) for key in ("selection", "views")}
+            changed = {key: x for key, x in asks.items() if x not in ("held-out", 0)}
+            refuse_without_effect(table.asks, changed)
+            assert changed.get("selection", "paper") in ("paper", "both")
+            for recipe, equals, _ in (text.partition("=") for text in command.eval):
+                assert not equals or TASKS[recipe].recipe.epochs == command.evaluation.views
+
+
+def test_every_figure_of_the_paper_is_mentioned() -> None:
+    assert re.findall(r"^\| Figure (\d),", SECTIONS["Figures"], re.M) == list("123456")
 
 
 def test_hours_are_those_of_the_presets() -> None:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stopmim.ablations.table import Row, Table
-from stopmim.ablations.trial import Answer, Outcome
+from stopmim.ablations.trial import NO_VERDICT, Answer, Outcome
 from stopmim.config.architectures import printed
 from stopmim.evals.protocols.tracking import TRACKED
 from stopmim.evals.results import Estimate, over_seeds, paired
+from stopmim.health.rules import COLLAPSES
 from stopmim.runs.verdict import in_percent
 
 HEALTH = {"norm of A": 3, "norm of m~": 3, "RankMe": 1}  # digits to show
@@ -46,6 +47,16 @@ class Line:
         """Verdicts of the doctor, or problems, of all seeds."""
         said, runs = Counter(run.problem or run.verdict for run in self.runs), len(self.runs)
         return "; ".join(one if n == runs else f"{one} ({n} of {runs})" for one, n in said.items())
+
+    @property
+    def judged(self) -> list[Outcome]:
+        """Runs with a log, and so with a verdict, whether or not they were evaluated."""
+        return [run for run in self.runs if run.verdict != NO_VERDICT]
+
+    @property
+    def collapsed(self) -> int:
+        """Number of runs that have collapsed, in full or in part."""
+        return sum(run.verdict in COLLAPSES for run in self.runs)
 
 
 def lines(table: Table, arch: str, outcomes: Sequence[Outcome]) -> list[Line]:

@@ -17,6 +17,7 @@ from stopmim.base.tables import markdown
 from stopmim.config.architectures import printed
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, resolve
+from stopmim.evals.recipes import TASKS
 
 HEAD = """\
 # The paper beside ours
@@ -35,11 +36,29 @@ of the two; `(paper)`: chosen on the test images. A row is shown in the setting 
 training and, among equals, the paper's sigma; [Results](results.md) has all settings. What was not
 run has a command and a cost, for all rows that its setting still lacks.
 """
+# How the number in a line of a main table is measured; DATA: images with a train and a test split.
+MEASURE = {
+    "downstream": "--eval imagenet=DATA --few 1percent.txt --selection paper --views 28",
+    "transfer": "--eval cifar100=DATA --selection paper --views 28",
+    "tracking": "--eval DAVIS",
+    "finetune": "--eval DATA --few 1percent.txt --selection both",
+}
+VIEWS = ", ".join(f"{x} ({TASKS[x].recipe.epochs})" for x in TASKS if "imagenet" not in x)
+MORE = {"transfer": f" Views are as many as the recipe has epochs: {VIEWS}."}
 FIGURES = """\
-## Figures 5 and 6
+## Figures
 
-Pictures, which `stopmim analyse similarity` and `stopmim analyse prediction` draw from any run: see
-[Inspect a run](analyse.md).
+| in the paper | ours |
+| --- | --- |
+| Figure 1, the idea, and linear probing on ImageNet | [`downstream`](#downstream) |
+| Figure 2, a drawing of the method | nothing to measure |
+| Figure 3, accuracy against sigma | [`covariance`](#covariance) |
+| Figure 4, norms against sigma | [`norms`](#norms), and `stopmim analyse noise RUN ...` |
+| Figure 5, similarity of positions | `stopmim analyse similarity RUN` |
+| Figure 6, what a prediction resembles | `stopmim analyse prediction RUN ...` |
+
+[Inspect a run](analyse.md#figures-5-and-6-of-the-paper) has Figures 5 and 6 from runs of ours, with
+what one should see in them, and what one does not.
 """
 
 
@@ -133,8 +152,9 @@ def _published(table: Table, line: Published, others: Mapping[str, str]) -> Cell
 def _about_published(name: str) -> str:
     return (
         f"To run a line of I-JEPA or StoP: `stopmim pretrain imagenet/train --preset PRESET --out "
-        f'RUN`, then `stopmim ablate {name} --checkpoint "NAME=RUN"`, which evaluates it beside '
-        f"the line of that name. That also takes public checkpoints of other methods."
+        f'RUN`, then `stopmim ablate {name} --seeds 0 --checkpoint "METHOD ARCHITECTURE=RUN" '
+        f"{MEASURE[name]}`, which trains nothing and shows it beside the line of that name. In "
+        f"place of RUN, public checkpoints of other methods will do.{MORE.get(name, '')}"
     )
 
 

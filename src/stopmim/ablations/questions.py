@@ -14,7 +14,7 @@ from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import VERSION
-from stopmim.data.subset import find_named, without_loose
+from stopmim.data.subset import check_named, without_loose
 from stopmim.data.videos import Davis, open_videos
 from stopmim.evals import cache
 from stopmim.evals.inputs import choose_labels
@@ -44,7 +44,7 @@ class Question:
     protocols: tuple[str, ...]
     request: dict[str, Any]
     on: str = ""  # name of the data set, if there are several
-    content: str = ""  # hash of the data and lists that the request only names
+    content: str = ""  # hash of the data and lists that the request only names, and of the code
 
 
 def questions(
@@ -64,7 +64,8 @@ def questions(
             questions are those of CLEVR: how many objects, and how far away.
         size: image size of the encoders.
         evals: ``[NAME=]DATA``, where the name is a published recipe, as cifar100. This, `few` and
-            `video_size` are options of `Ablation`.
+            `video_size` are options of `Ablation`. Columns of several are told apart by recipe, or
+            by the name of the data.
         skip: list of images of `data` to ignore, as in pretraining.
         options: options of the protocols that differ from their defaults, as selection or views.
     """
@@ -72,8 +73,8 @@ def questions(
     named = [_recipe_and_source(text) for text in evals]
     scenes = is_scenes(data)
     if asks == "tracking":
-        if not named and not scenes:
-            raise UserError("ablate tracking: name a folder of DAVIS, as --eval DAVIS")
+        if len(named) > 1 or not (named or scenes):
+            raise UserError("ablate tracking: name one folder of DAVIS, as --eval DAVIS")
         return (_about_videos(named[0][1] if named else "scenes", video_size),)
     protocols, layers = ASKED[asks]
     if asks == "few labels" and scenes:
@@ -85,8 +86,11 @@ def questions(
         labelled, chosen = {"list": few}, read_regular(few)
     else:
         raise UserError(f"--few {few}: neither a number of images per class nor a list of them")
-    found = []
+    found = list[Question]()
     for recipe, source in named or [("", "" if scenes else data)]:
+        on = (recipe or Path(source).stem) if len(named) > 1 else ""
+        if on in [other.on for other in found]:  # as columns of one name, the last would win
+            raise UserError(f"--eval: two data sets called {on}: rename one, or use two commands")
         request = {"recipe": recipe or "auto", "layers": layers} | labelled | dict(options or {})
         if not source:
             request |= {"train": f"scenes:{FIT}:{size}:3", "test": f"scenes:{TEST}:{size}:4"}
@@ -100,8 +104,7 @@ def questions(
             if skip is not None and source == data:
                 request["skip"] = skip
             content = _checked(protocols, request, may_skip=source == data)
-        on = recipe if len(named) > 1 else ""
-        found.append(Question(protocols, request, on, cache.key(*content, chosen)))
+        found.append(Question(protocols, request, on, _hash(*content, chosen)))
     return tuple(found)
 
 
@@ -135,7 +138,12 @@ def _about_videos(source: str, video_size: int | None) -> Question:
         names = [(video.name, [video.stem(i) for i in range(len(video))]) for video in videos]
         content = [videos.year, names, stamp_files(videos.files())]
     request = {"videos": source, "video_size": video_size}
-    return Question(("tracking",), request, content=cache.key(*content))
+    return Question(("tracking",), request, content=_hash(*content))
+
+
+def _hash(*content: object) -> str:
+    """Hash of `content` and of the code that answers: rows are compared, so one code asks all."""
+    return cache.key(*content, cache.of_code(*cache.ANSWERS))
 
 
 def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: bool) -> list[str]:
@@ -155,7 +163,7 @@ def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: boo
     parts = without_loose(train), without_loose(test)
     labels = choose_labels(*parts, request["label"])
     if "list" in request and not FEW_LABELS.isdisjoint(protocols):
-        find_named(parts[0], Path(request["list"]))
+        check_named(parts[0], Path(request["list"]), labels)
     total = sum(map(len, parts))
     bad = [
         f"{images.name(i)}: {reason}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial, norms_and_rank
 from stopmim.base.errors import UserError
-from stopmim.base.files import read_regular, write_whole
+from stopmim.base.files import own_folder, read_regular, write_whole
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
 from stopmim.runs.run import Run
 
@@ -22,8 +22,7 @@ ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
 
 def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
     """Writes OUT/TABLE/records/ROW-SEED.json for runs that ended; keeps all other records."""
-    folder = planned.out / planned.name / "records"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = own_folder(own_folder(planned.out / planned.name) / "records")
     for trial, outcome in zip(planned.trials, outcomes, strict=True):
         if outcome.problem != UNFINISHED:
             name = re.sub(r"[^A-Za-z0-9._+-]+", "-", trial.row)  # checkpoints have arbitrary names

@@ -19,7 +19,7 @@ from stopmim.ablations.lines import HEALTH, Line, lines, metrics, random_init
 from stopmim.ablations.trial import Outcome, Plan
 from stopmim.base import tables
 from stopmim.base.console import duration
-from stopmim.base.files import replaced, write_whole
+from stopmim.base.files import own_folder, replaced, write_whole
 from stopmim.config.architectures import printed
 from stopmim.evals.results import Estimate, over_seeds
 from stopmim.insight.analyse import DPI
@@ -81,6 +81,29 @@ def health(found: Sequence[Line]) -> list[Cells]:
     ]
 
 
+def runs(found: Sequence[Line]) -> list[Cells]:
+    """Every run by itself; empty if no row has several, as the other tables then show them."""
+    if all(len(line.runs) < 2 for line in found):
+        return []
+    return [
+        {"row": line.name, "seed": str(run.seed), "verdict": run.problem or run.verdict}
+        | {"RankMe": decimal(run.rank)}
+        | {name: decimal(line.values.get(name, {}).get(run.seed)) for name in metrics(found)}
+        for line in found
+        for run in line.runs
+    ]
+
+
+def collapse_rate(found: Sequence[Line]) -> str:
+    """Sentence with the share of runs that collapsed; "" if the doctor has judged none."""
+    judged = sum(len(line.judged) for line in found)
+    if not judged:
+        return ""
+    collapsed = sum(line.collapsed for line in found)
+    share = f"{collapsed} of {judged} runs ({100 * collapsed / judged:.0f} %)"
+    return f"Collapsed, in full or in part: {share}."
+
+
 def costs(found: Sequence[Line]) -> list[Cells]:
     rows = []
     for line in found:
@@ -105,8 +128,13 @@ def all_digits(
             mean, half, n = estimate or (None, None, 0)
             cells |= {f"{key}mean": mean, f"{key}half": half, f"{key}seeds": n}
         cells |= {"random_init": before.get(name), "verdict": line.verdict}
-        for key, norm in (("norm_A", "norm of A"), ("norm_mask_token", "norm of m~")):
-            cells[key] = (line.estimate(norm) or [None])[0]
+        cells |= {"runs": len(line.judged), "collapsed": line.collapsed}
+        for key, measure in (
+            ("norm_A", "norm of A"),
+            ("norm_mask_token", "norm of m~"),
+            ("rankme", "RankMe"),
+        ):
+            cells[key] = (line.estimate(measure) or [None])[0]
         rows.append(cells | {"paper": json.dumps(line.paper) if line.paper else None})
     return rows
 
@@ -132,8 +160,7 @@ def with_interval(estimate: Estimate | None, sign: str = "", digits: int = 1) ->
 
 def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
     """Writes table.md, table.csv, cost.csv, results.jsonl, figures and table.html, the page."""
-    folder, table = planned.out / planned.name, planned.table
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, table = own_folder(planned.out / planned.name), planned.table
     found, before = lines(table, planned.base.arch, outcomes), random_init(outcomes)
     drawn = figures(planned, found, before)
     for name, figure in drawn.items():
@@ -146,6 +173,7 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
         "Results": numbers(found, before),
         f"Difference to {table.baseline}, seed by seed": differences(table.baseline, found),
         "Health": health(found),
+        "Runs": runs(found),
         "As published": [
             {"method": p.method, "architecture": p.arch}
             | ({"epochs": str(p.epochs or "-")} if table.published[0].epochs else {})
@@ -160,8 +188,9 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
     write_whole(folder / "results.jsonl", results)
     write_whole(folder / "table.csv", as_csv(all_digits(planned, found, before)))
     write_whole(folder / "cost.csv", as_csv(costs(found)))
-    write_whole(folder / "table.md", as_markdown(planned, sections))
-    write_whole(folder / "table.html", as_page(planned, sections, drawn))
+    below = notes(planned, found)
+    write_whole(folder / "table.md", as_markdown(planned, sections, below))
+    write_whole(folder / "table.html", as_page(planned, sections, below, drawn))
     return folder / "table.html"
 
 
@@ -169,7 +198,7 @@ def terminal(planned: Plan, outcomes: Sequence[Outcome]) -> str:
     """Results and health as aligned text; a table too wide for a terminal is turned."""
     found = lines(planned.table, planned.base.arch, outcomes)
     shown = numbers(found, random_init(outcomes)), health(found)
-    return "\n\n".join(map(_fitting, shown))
+    return "\n\n".join(filter(None, [*map(_fitting, shown), collapse_rate(found)]))
 
 
 def _fitting(rows: Sequence[Cells]) -> str:
@@ -189,18 +218,23 @@ def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
     return file.getvalue()
 
 
-def as_markdown(planned: Plan, sections: Mapping[str, Sequence[Cells]]) -> str:
+def as_markdown(
+    planned: Plan, sections: Mapping[str, Sequence[Cells]], below: Mapping[str, str]
+) -> str:
+    """All tables, each with the note that `below` has for it."""
     parts = [f"# {planned.name}: {planned.table.about}"]
     parts += ["\n".join(f"- {name}: {value}" for name, value in _facts(planned).items())]
     for title, rows in sections.items():
         parts += [f"## {title}", tables.markdown(rows)]
-        if title == "Results":
-            parts += [" ".join(filter(None, [_note(planned), planned.table.note]))]
+        parts += filter(None, [below.get(title)])
     return "\n\n".join(parts) + "\n"
 
 
 def as_page(
-    planned: Plan, sections: Mapping[str, Sequence[Cells]], drawn: Mapping[str, "Figure"]
+    planned: Plan,
+    sections: Mapping[str, Sequence[Cells]],
+    below: Mapping[str, str],
+    drawn: Mapping[str, "Figure"],
 ) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
@@ -210,14 +244,16 @@ def as_page(
         table=planned.table,
         facts=_facts(planned),
         tables=sections,
-        note=_note(planned),
+        notes=below,
         figures={name: Markup(pictures.svg(figure, name)) for name, figure in drawn.items()},
         css=Markup((HERE.parent / "base" / "page.css").read_text(encoding="utf-8")),
     )
 
 
-def _note(planned: Plan) -> str:
-    return NOTE + (PAPER_NOTE if planned.table.columns else "")
+def notes(planned: Plan, found: Sequence[Line]) -> dict[str, str]:
+    """Notes below the tables, by their titles."""
+    results = [NOTE + (PAPER_NOTE if planned.table.columns else ""), planned.table.note]
+    return {"Results": " ".join(filter(None, results)), "Health": collapse_rate(found)}
 
 
 def _facts(planned: Plan) -> Cells:
@@ -226,14 +262,14 @@ def _facts(planned: Plan) -> Cells:
     for q in planned.trials[0].questions:
         sources = [q.request.get(key) for key in ("data", "videos", "train", "test")]
         asked.append(f"{', '.join(q.protocols)} on {q.on or ' and '.join(filter(None, sources))}")
-    return {
-        "in the paper": planned.table.source,
+    trained = {
         "preset": planned.preset,
         "network": f"{printed(planned.base.arch)}, {planned.base.image_size} px",
         "pretrained on": planned.data,
-        "seeds" if len(seeds) != 1 else "seed": ", ".join(map(str, seeds)) or "-",
-        "evaluated": "; ".join(asked),
+        "seeds" if len(seeds) != 1 else "seed": ", ".join(map(str, seeds)),
     }
+    about = {"in the paper": planned.table.source} | (trained if planned.trains else {})
+    return about | {"evaluated": "; ".join(asked)}
 
 
 # ------------------------------------------------------------------------------ figures

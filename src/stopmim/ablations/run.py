@@ -15,11 +15,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from stopmim.ablations.jobs import carry_out, last_update, on_gpu, places
 from stopmim.ablations.paper import find_table
 from stopmim.ablations.questions import Question, is_scenes, questions
 from stopmim.ablations.record import write_records
 from stopmim.ablations.report import terminal, write_report
-from stopmim.ablations.trial import Outcome, Plan, Trial, carry_out, last_update, on_gpu, places
+from stopmim.ablations.trial import Outcome, Plan, Trial
 from stopmim.base.console import duration
 from stopmim.base.errors import UserError
 from stopmim.config.presets import PRESETS
@@ -82,7 +83,7 @@ class Ablation:
         name: table of the paper, or a YAML file with a table of your own.
         data: to pretrain on; by default scenes of the preset's size.
         preset: config that the rows change.
-        seeds: number of seeds per row, starting from the preset's.
+        seeds: number of seeds per row, starting from the preset's; 0: checkpoints alone.
         rows: names of rows; all if empty.
         out: folder for the table and for all runs.
         evals: ``[NAME=]DATA``, labelled images or videos to evaluate on; see `questions`.
@@ -111,8 +112,8 @@ class Ablation:
         """Plans all runs; trains nothing, but checks every config and opens all data."""
         table, out = find_table(self.name), Path(self.out)
         chosen = table.choose(tuple(self.rows))
-        if self.seeds < 1:
-            raise UserError(f"--seeds {self.seeds}: expected 1 or more")
+        if self.seeds < (0 if self.checkpoints else 1):
+            raise UserError(f"--seeds {self.seeds}: expected 1 or more, or 0 with --checkpoint")
         if self.video_size is not None and self.video_size < 1:
             raise UserError(f"--video-size {self.video_size}: expected 1 or more")
         base = configure(self.preset, dict(self.changes or {}))
@@ -198,7 +199,8 @@ def describe(planned: Plan, jobs: int | None = None) -> str:
     left = sum(trial.updates - last_update(trial.path) for trial in trials)
     side = len(places(planned.base, jobs))
     lines = wrap(f"{planned.name}: {planned.table.about}", 80)
-    lines += [f"preset {planned.preset}, {planned.data}", *wrap(planned.table.note, 80)]
+    lines += [f"preset {planned.preset}, {planned.data}"] if planned.trains else []
+    lines += wrap(planned.table.note, 80)
     lines += [
         f"  {t}: {t.updates:,} updates in {t.path.name}" if t.config else f"  {t}: {t.encoder}"
         for t in planned.trials
@@ -210,7 +212,7 @@ def describe(planned: Plan, jobs: int | None = None) -> str:
     if rates := sorted(outcome.updates / outcome.seconds for outcome in started):
         seconds = left / rates[len(rates) // 2] / min(side, max(1, len(trials) - len(known)))
         lines.append(f"about {duration(seconds)}, by the runs in {planned.out}")
-    elif (preset := PRESETS.get(planned.preset)) and (preset.cost.hours or preset.cost.minutes):
+    elif left and (preset := PRESETS.get(planned.preset)) and preset.cost.is_known:
         text = f"one run of {preset.name} takes {preset.cost.text}, on the data it was made for"
         lines.append(text)
     return "\n".join(lines)
