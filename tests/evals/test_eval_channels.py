@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from stopmim.base.errors import DataError
-from stopmim.data.looking import Seen, measure
+from stopmim.data.channels import Form
 from stopmim.data.pixels import PixelStats
 from stopmim.data.sources.arrays import Arrays
+from stopmim.data.survey import measure
 from stopmim.data.transform import seeing
 from stopmim.evals import cache
 from stopmim.evals.features import extract, frozen
@@ -34,7 +35,7 @@ def many(n: int = 24, channels: int = 5) -> Arrays:
 
 @pytest.fixture(scope="module")
 def stats() -> PixelStats:
-    return measure(many(), Seen(5, "uint16"), tiny())[0]
+    return measure(many(), Form(5, "uint16"), tiny())[0]
 
 
 @pytest.fixture

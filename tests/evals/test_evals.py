@@ -13,6 +13,7 @@ from torch import Tensor
 from helpers import golden, golden_about, seeded
 from stopmim import evals
 from stopmim.base.errors import DataError, NonFiniteError
+from stopmim.cli import main
 from stopmim.data.crops import center_crop, normalise
 from stopmim.data.decode import BadImageError
 from stopmim.evals import knn, lowshot
@@ -494,3 +495,12 @@ def test_a_result_is_a_line_of_json_without_what_is_not_known() -> None:
     plain = Result("rankme", "rankme", "", 12.5, None, 100, "none", 0, unit="")
     assert (plain.as_dict()["value"], plain.as_dict()["unit"]) == (12.5, "")
     assert not {"low", "high", "interval", "random_init"} & plain.as_dict().keys()
+
+
+@pytest.mark.parametrize("words", [["knn", "--data", "scenes"], ["tracking", "--videos", "x"]])
+def test_a_name_no_file_can_have_is_refused_like_any_file_that_is_missing(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    protocol, *options = words
+    assert main(["eval", protocol, "\u00e9" * 200 + ".safetensors", *options]) == 4
+    assert "no such file or folder" in capsys.readouterr().err

@@ -6,7 +6,6 @@ What it has in the cache by then was written by the one that was killed.
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -52,9 +51,15 @@ def lines(out: Path) -> list[dict[str, object]]:
     return [line.tree for line in found if line.tree is not None]
 
 
-def attempt(words: list[str], out: Path, fault: str | None = None) -> tuple[int, str]:
-    """Evaluates in a child process with a cache of its own; returns signal and output."""
+def attempt(
+    words: list[str], out: Path, fault: str | None = None, seconds: float | None = None
+) -> tuple[int, str]:
+    """Evaluates in a child process with a cache of its own; returns signal and output.
+
+    The child is killed at `fault`, or after some `seconds`, if it has not ended by then.
+    """
     out.mkdir(exist_ok=True)
+    (out / "output").write_text("")
     child = os.fork()
     if child == 0:
         code = 99
@@ -67,16 +72,26 @@ def attempt(words: list[str], out: Path, fault: str | None = None) -> tuple[int,
                 code = main([*words, "--out", str(out)])
         finally:
             os._exit(code)
+    if seconds is not None:
+        end, look = time.monotonic() + seconds, os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while time.monotonic() < end and os.waitid(os.P_PID, child, look) is None:
+            time.sleep(0.002)
+        os.kill(child, signal.SIGKILL)  # it is not forgotten yet, even if it has ended
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     said = (out / "output").read_text().replace(str(out), "OUT")
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, said
 
 
-def kill_and_compare(words: list[str], points: list[str], folder: Path) -> None:
-    import_module("torch._dynamo")  # L-BFGS imports it, in more time than an evaluation takes
-    for module in ("suite", "table", "tracking", "linear"):
+def load_modules() -> None:
+    """Loads what a child would otherwise load after the fork, in more time than it evaluates."""
+    import_module("torch._dynamo")  # L-BFGS imports it
+    for module in ("suite", "table", "tracking", "linear", "finetune"):
         import_module(f"stopmim.evals.{module}")
+
+
+def kill_and_compare(words: list[str], points: list[str], folder: Path) -> None:
+    load_modules()
     whole = attempt(words, folder / "whole")
     expected = lines(folder / "whole")
     assert whole[0] == 0
@@ -111,32 +126,20 @@ def test_an_evaluation_killed_at_every_point_prints_the_same_numbers(
 def test_an_evaluation_killed_at_any_moment_prints_the_same_numbers(
     what: str, data: list[str], tmp_path: Path
 ) -> None:
-    """By the clock, in a process of its own, until one attempt is left alone."""
+    """By the clock: ten evaluations, each killed three times before it is left alone."""
     tune = "eval finetune random:vit_micro6@24 --batch-size 8 --epochs 2"
     words = [*([*QUICK, *FILMS] if what == "suite" else tune.split()), *data]
-
-    def start(out: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "stopmim", *words, "--out", str(out)]
-        cached = os.environ | {"STOPMIM_CACHE": str(out / "cache")}
-        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command, text=True, env=cached, **quiet)  # type: ignore[call-overload]
-
-    begin, process = time.monotonic(), start(tmp_path / "whole")
-    expected = process.communicate()[0].replace(str(tmp_path / "whole"), "OUT")
-    assert process.returncode == 0
-    took, chance, killed = time.monotonic() - begin, random.Random(0), 0
-    for i in range(4):
-        out = tmp_path / str(i)
-        for _ in range(3):
-            process = start(out)
-            try:
-                process.wait(took * chance.uniform(0.4, 1.0))  # before that, imports alone
-            except subprocess.TimeoutExpired:
-                process.kill()
-                killed += process.wait() == -signal.SIGKILL
-            process.stdout.close()  # type: ignore[union-attr]
-            lines(out)
-        process = start(out)
-        assert process.communicate()[0].replace(str(out), "OUT") == expected
-        assert lines(out)[-1] == lines(tmp_path / "whole")[-1]
-    assert killed > 6
+    load_modules()
+    begin, whole = time.monotonic(), attempt(words, tmp_path / "whole")
+    took, expected = time.monotonic() - begin, lines(tmp_path / "whole")
+    assert whole[0] == 0
+    chance = random.Random(0)
+    for i in range(10):
+        out, limit, kills = tmp_path / str(i), took, 0
+        while kills < 3:
+            died, _ = attempt(words, out, seconds=limit * chance.random())
+            kills += died == signal.SIGKILL
+            limit *= 1.0 if died else 0.5  # with what is cached it takes less
+            assert lines(out) == expected * (len(lines(out)) // len(expected))
+        assert attempt(words, out) == whole
+        assert lines(out)[-len(expected) :] == expected

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -150,6 +150,9 @@ def test_empty_and_full_masks_are_scored_as_recorded() -> None:
     assert (jaccard(full, full), boundary_f(full, full)) == (1, 1)
     assert jaccard(box, full) == 18 * 19 / 64**2
     assert boundary_f(box, full) == 0  # along the frame there is no boundary
+    strip = np.zeros((3, 625), bool)  # less high than the disc within which boundaries match
+    strip[:, 100:200] = True
+    assert boundary_f(np.roll(strip, 5, axis=1), strip) == 1
 
 
 def test_f_forgives_a_shift_up_to_the_radius_and_not_beyond() -> None:
@@ -478,11 +481,9 @@ def test_what_half_precision_cannot_hold_is_done_again_without_it() -> None:
 class _Noting(VisionTransformer):
     """Notes whether it is asked in half precision."""
 
-    def forward(
-        self, images: Tensor, index: Tensor | None = None, *, all_tokens: bool = False
-    ) -> Tensor:
+    def forward(self, images: Tensor, index: Tensor | None = None, **options: Any) -> Tensor:
         self.in_half = torch.is_autocast_enabled("cpu")
-        return super().forward(images, index, all_tokens=all_tokens)
+        return super().forward(images, index, **options)
 
 
 def test_precision_is_what_was_asked_for_and_float32_on_a_cpu() -> None:

@@ -58,6 +58,9 @@ class PatchMeans(Target):
     """The mean colour of a patch: fixed, not learned, and without a target encoder."""
 
     name = "Colour regression"
+    layers: int = 1  # it has the place of Features here, which is built with these
+    visible: float = 0.0
+    vicreg: float = 0.0
 
     def width(self, encoder: VisionTransformer) -> int:
         return 3

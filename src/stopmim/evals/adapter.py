@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stopmim.base.pictures import Pictures, as_input
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.transform import Transform
 from stopmim.evals.features import evaluating
-from stopmim.method.encoder import Pictures, Pool, as_input, take
+from stopmim.method.encoder import Pool, take
 
 
 class Adapter(nn.Module):

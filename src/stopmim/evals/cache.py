@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from stopmim.base.console import warn
 from stopmim.base.errors import StorageError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import replaced
+from stopmim.base.files import open_to_read, replaced
+from stopmim.base.sandbox import BYTES
 from stopmim.data.images import Images, stamp
 from stopmim.data.index_cache import folder
 
 # Code, under src/stopmim, that features and answers depend on. A protocol does not change features.
-ENCODERS = ("gpu", "method", "weights/formats")
+ENCODERS = ("gpu", "method", "weights")
 FEATURES = (
     *(*ENCODERS, "data", "base/random_keys.py"),
     *("evals/features.py", "evals/showing.py", "evals/views.py"),
@@ -118,6 +119,7 @@ def load(kind: str, key: str) -> tuple[dict[str, Tensor], str] | None:
     if (path := _path(kind, key)) is None:
         return None
     try:
+        open_to_read(path, BYTES).close()  # a pipe would block forever
         with safe_open(path, framework="pt") as file:
             # Not a dictionary: `in file` alone does not work.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -125,7 +127,7 @@ def load(kind: str, key: str) -> tuple[dict[str, Tensor], str] | None:
     except (OSError, SafetensorError, KeyError):
         return None
     text = about.get("text", "")
-    return (tensors, text) if about.get("sha256") == _digest(tensors, text) else None
+    return (tensors, text) if about.get("sha256") == _digest(key, tensors, text) else None
 
 
 def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> None:
@@ -135,7 +137,7 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as temporary:
-            save_file(tensors, temporary, {"text": text, "sha256": _digest(tensors, text)})
+            save_file(tensors, temporary, {"text": text, "sha256": _digest(key, tensors, text)})
             faultpoint("cache.written")
     except (OSError, StorageError, SafetensorError) as error:
         warn(f"{path.parent}: cannot write to the cache: {error}")
@@ -146,8 +148,9 @@ def _path(kind: str, key: str) -> Path | None:
     return where and where / kind / f"{key}.safetensors"
 
 
-def _digest(tensors: dict[str, Tensor], text: str) -> str:
-    digest = hashlib.sha256(text.encode())
+def _digest(key: str, tensors: dict[str, Tensor], text: str) -> str:
+    """Hash of a file: of its content, and of what it is about, since files can be exchanged."""
+    digest = hashlib.sha256(repr((key, text)).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(_bytes(tensors[name]))

@@ -9,9 +9,9 @@ import numpy as np
 from stopmim.base.errors import StorageError, UserError
 from stopmim.base.files import replaced
 from stopmim.data.images import Images
-from stopmim.data.looking import check_like
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
+from stopmim.data.survey import check_like
 from stopmim.evals.features import extract, stats_for
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder

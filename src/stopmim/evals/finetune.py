@@ -22,7 +22,7 @@ from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images
-from stopmim.data.looking import check_like
+from stopmim.data.survey import check_like
 from stopmim.evals.features import stats_for
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.randaugment import rand_augment

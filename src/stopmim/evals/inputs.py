@@ -1,6 +1,7 @@
 """Inputs of an evaluation: an encoder by name, images in two splits, labels, features."""
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from stopmim.base.console import say
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.random_keys import seed_of
-from stopmim.data.channels import described
+from stopmim.data.channels import Form
 from stopmim.data.images import Images
-from stopmim.data.looking import check_like
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying, without_loose
+from stopmim.data.survey import check_like
 from stopmim.data.transform import seeing
 from stopmim.evals import cache
 from stopmim.evals.features import frozen, stats_for
@@ -179,7 +180,8 @@ def open_encoder(name: str, branch: Branch = "target") -> Encoder:
 
 def open_at(name: str, branch: Branch = "target") -> tuple[Encoder, int | None]:
     """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
-    if any((Path(name) / file).exists() for file in ("run.json", "manifest.json")):  # ours
+    # os.path answers for names that are too long as well: these are refused as any other file.
+    if any(os.path.exists(os.path.join(name, file)) for file in ("run.json", "manifest.json")):
 
         def read(path: Path) -> tuple[Encoder, int | None]:  # of one and the same checkpoint
             return open_encoder(str(path), branch), checkpoint.state(path).get("step")
@@ -219,7 +221,7 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
         raise UserError(f"--hold-out {share:g}: expected a share of --data, e.g. 0.2")
     if train is None and test is None:
         if data is None and not (stats := stats_for(encoder)).is_picture:
-            what = described(stats.channels, stats.kind)
+            what = Form(stats.channels, stats.kind)
             raise UserError(f"eval: --data is missing; this encoder takes images of {what}")
         data = f"scenes:4096:{native_size(encoder)}:3" if data is None else data
     elif data is not None:
@@ -282,4 +284,5 @@ def _without_labels(train: Images, test: Images) -> str:
         return f"eval: no label in common: training images have {ours}, test images {theirs}"
     which = bare[0][0] if len(bare) == 1 else ""
     hint = getattr(underlying(bare[0][1]), "label_hint", "they need an attribute `labels`")
-    return f"eval: the {which}images have no labels: {hint}"
+    scenes = "" if which else "; or leave out --data, to be asked about rendered scenes"
+    return f"eval: the {which}images have no labels: {hint}{scenes}"

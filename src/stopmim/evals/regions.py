@@ -86,8 +86,9 @@ def _dilate(points: Tensor, radius: int) -> Tensor:
         for dx in range(reach + 1, (reach := math.isqrt(radius**2 - dy**2)) + 1):
             wide[..., dx:] |= points[..., :-dx]
             wide[..., :-dx] |= points[..., dx:]
-        found[..., dy:, :] |= wide[..., : wide.shape[-2] - dy, :]
-        found[..., : wide.shape[-2] - dy, :] |= wide[..., dy:, :]
+        rows = max(0, wide.shape[-2] - dy)  # a strip may be less high than the disc
+        found[..., dy:, :] |= wide[..., :rows, :]
+        found[..., :rows, :] |= wide[..., dy:, :]
     return found
 
 

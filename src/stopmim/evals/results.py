@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -82,8 +83,8 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
 def destination(name: str | None, out: Path | None) -> Path | None:
     """File for results: `out`, or results.jsonl in the folder `out` or in the run `name`."""
     if out is None:
-        run = Path(name) if name is not None else None
-        return run / "results.jsonl" if run and (run / "run.json").exists() else None
+        is_run = name is not None and os.path.exists(os.path.join(name, "run.json"))
+        return Path(name, "results.jsonl") if name is not None and is_run else None
     path = out if out.suffix and not out.is_dir() else out / "results.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

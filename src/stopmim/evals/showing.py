@@ -24,7 +24,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data import workers
-from stopmim.data.channels import as_kind, described
+from stopmim.data.channels import Form, as_kind
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, read_together
 from stopmim.evals.views import TrainView, View
@@ -76,10 +76,10 @@ class Showing:
     draw: tuple[int, int] = (0, 0)
 
     @cached_property
-    def first(self) -> tuple[Tensor, tuple[int, str]]:
+    def first(self) -> tuple[Tensor, Form]:
         """The first view (C, S, S), and channels and type of its image: all must have the same."""
         pixels = read(self.images, 0)
-        return self._show(pixels, 0), (pixels.shape[2], pixels.dtype.name)
+        return self._show(pixels, 0), Form.of(pixels)
 
     def batches(self, device: torch.device, size: int | None = None) -> Iterator[Tensor]:
         """Yields views (B, C, S, S) on `device`, `size` at a time; the next overwrites them.
@@ -148,9 +148,9 @@ class Showing:
 
     def _one(self, images: Reader, i: int) -> Tensor:
         pixels = read(images, i)
-        found, others = (pixels.shape[2], pixels.dtype.name), self.first[1]
+        found, others = Form.of(pixels), self.first[1]
         if found != others:
-            what = f"{described(*found)}, where the others have {described(*others)}"
+            what = f"{found}, where the others have {others}"
             raise DataError(f"{images.name(i)}: {what}; leave it out with --skip FILE")
         return self._show(pixels, i)
 

@@ -19,9 +19,9 @@ from stopmim.base.errors import UserError
 from stopmim.base.files import number
 from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig, override
-from stopmim.data.looking import check_like
 from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.sources.open import open_images
+from stopmim.data.survey import check_like
 from stopmim.health.log import Logged, measurements
 from stopmim.health.measure import Health
 from stopmim.health.reference import find_reference, training_share
@@ -89,7 +89,7 @@ class Diagnosis:
 
     @property
     def use(self) -> list[str]:
-        """What evaluations say about the use of the encoder, or how to evaluate it."""
+        """Usefulness of the encoder by its evaluations, or the command to evaluate it."""
         if self.evaluate:
             return [f"not evaluated yet: run {self.evaluate}"]
         said = []
@@ -187,7 +187,7 @@ def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidenc
 
 
 def _bar(value: float, least: float | None, untrained: float | None) -> str:
-    """Whether `value` is over its bar, in words that are true of it."""
+    """Whether `value` is over its bar, in words."""
     if least is None:
         return "not judged"
     over = value > least * (1 if untrained is None else untrained)

@@ -20,7 +20,7 @@ from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.schema import Config
 from stopmim.data.crops import normalise
 from stopmim.data.images import Images, labels_at
-from stopmim.data.loading import read_crops
+from stopmim.data.loading import Reader
 from stopmim.data.pixels import stats_of
 from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
@@ -56,14 +56,20 @@ class Health:
     """
 
     def __init__(
-        self, images: Images, config: Config, device: torch.device, amp: torch.dtype | None = None
+        self,
+        images: Images,
+        config: Config,
+        device: torch.device,
+        amp: torch.dtype | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.device, self.amp, self.chunk = device, amp, CHUNK[device.type]
         count, total = min(SAMPLE, len(images)), len(images)
         chosen = numpy_generator("probe", config.seed).choice(total, count, replace=False)
         # Two crops of each image; no epoch of training is below 0.
         keys = [[(-1, i), (-2, i)] for i in chosen.tolist()]
-        pairs = [loaded.images for loaded in read_crops(images, config, keys)]  # each (2, C, S, S)
+        reader = reader or Reader(images, config)
+        pairs = [loaded.images for loaded in reader.crops(keys)]  # each (2, C, S, S)
         usable = [k for k, pair in enumerate(pairs) if pair.numel()]
         self.stats = stats_of(config)
         none = torch.empty(2, 0, self.stats.channels, config.image_size, config.image_size)
@@ -89,10 +95,11 @@ class Health:
         predicted = self._run(self._predict, model, first, dim=1)  # (M, n, K, T)
         target = tokens[:, self.targets[:, 0]].transpose(0, 1)
         # Fixed targets say nothing about the encoder.
-        seen = tokens if model.target.learned else self._run(patch_features, model, first)
+        learned = model.target.learned
+        seen = model.target.last(tokens) if learned else self._run(patch_features, model, first)
         again = self._run(patch_features, model, second)
         return {
-            "target_rank": effective_rank(_thinned(tokens)),
+            "target_rank": effective_rank(_thinned(model.target.last(tokens))),
             "target_spread": float(tokens.flatten(0, 1).std(dim=0).mean()),  # 0: all the same
             "target_image_share": _image_share(tokens.transpose(0, 1)),
             **_predictions(predicted, target),
@@ -102,7 +109,7 @@ class Health:
                 f"knn_{name}": label_agreement(seen.mean(1), y.to(seen.device))
                 for name, y in self.labels.items()
             },
-            **({} if seen is tokens else {"feature_rank": effective_rank(_thinned(seen))}),
+            **({} if learned else {"feature_rank": effective_rank(_thinned(seen))}),
         }
 
     def _run(self, forward: Forward, model: MaskedImageModel, view: Tensor, dim: int = 0) -> Tensor:
@@ -138,8 +145,13 @@ def patch_targets(model: MaskedImageModel, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def patch_features(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """Learned features of every patch, (n, N, D): the targets, unless those are fixed."""
-    return patch_targets(model, images) if model.target.learned else model.encoder(images)
+    """Learned features of every patch, (n, N, D): the targets, unless those are fixed.
+
+    Of targets of several layers, the last.
+    """
+    if not model.target.learned:
+        return model.encoder(images)
+    return model.target.last(patch_targets(model, images))
 
 
 # ------------------------------------------------------------------------------ the numbers
@@ -197,7 +209,7 @@ def norms(model: MaskedImageModel) -> dict[str, float]:
 
 
 def _shared(predictor: Predictor) -> Tensor:
-    """What all masked tokens share, whole; 0 if nothing."""
+    """The unsharded part that all masked tokens share; 0 if there is none."""
     bias = predictor.positions.shared(predictor.noise_layer if predictor.noisy_masked else None)
     return torch.zeros(()) if bias is None else whole(bias.detach())
 
@@ -217,7 +229,7 @@ def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> f
 
 
 def neighbour_score(first: Tensor, second: Tensor) -> float:
-    """How often a crop is more similar to the other crop of its image than to one of another image.
+    """Share of cases where a crop is more similar to its image's other crop than to another crop.
 
     From 0.5, chance, to 1. `first` and `second` (n, D) are centred here: what all images share
     would make all of them similar.

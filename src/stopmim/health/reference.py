@@ -50,7 +50,8 @@ def comparable(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
     """
     config = resolve(config)
     with torch.device("meta"):  # only its name is needed
-        method = build_target(config).name + build_positions(config).method
+        target = build_target(config)
+        method = target.name + build_positions(config).method
     rendered = str(data.get("source")).split(":")[0] == "scenes"
     return {
         "arch": config.arch,
@@ -60,6 +61,7 @@ def comparable(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
         "method": method,
         "masks": build_sampler(config).describe(),
         "images": "scenes" if rendered else data.get("fingerprint"),
+        **({"target": said} if (said := target.describe()) else {}),
     }
 
 

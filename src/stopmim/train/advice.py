@@ -16,7 +16,9 @@ from stopmim.base.console import is_first_rank, say, warn
 from stopmim.base.errors import UserError
 from stopmim.config.presets import ENOUGH, PRESETS
 from stopmim.config.schema import Config
+from stopmim.data.channels import Form
 from stopmim.data.images import Images
+from stopmim.data.pixels import RGB
 from stopmim.data.sources.source import printable
 from stopmim.data.workers import cores
 from stopmim.train import cost
@@ -24,6 +26,7 @@ from stopmim.train.plan import (
     CANDIDATES,
     SMALL,
     Plan,
+    as_options,
     choose,
     first_config,
     known_preset,
@@ -53,9 +56,11 @@ def settle(
     known, resumed = known_preset(preset), (out / "run.json").exists()
     slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
     fixed = resumed if preset is None else not known or not (known.scales or slow)
+    first = first_config(preset, changes, out)
     if fixed:
-        return first_config(preset, changes, out)
-    found = plan_run(preset, changes, cost.look(images), device, out, ranks)
+        return first
+    seen = Form(first.data.channels or RGB.channels, first.data.kind or RGB.kind)  # by then settled
+    found = plan_run(preset, changes, cost.look(images, seen), device, out, ranks)
     if is_first_rank() and not resumed:
         if preset is None:
             say(f"preset {found.preset} for {found.where}: {found.lasts}")
@@ -68,21 +73,41 @@ def settle(
 
 
 def refuse_hopeless(
-    config: Config, preset: object, device: torch.device, data: object, out: Path
+    config: Config,
+    preset: object,
+    device: torch.device,
+    data: object,
+    out: Path,
+    changes: Mapping[str, Any],
 ) -> None:
     """Raises UserError for a run on a CPU whose single updates would take minutes.
 
     Decided by the number of operations: a measurement would itself take minutes.
     """
-    flops = cost.work(config, device).flops * config.optim.batch_size
-    if device.type == "cpu" and flops > HOPELESS:
+    if device.type == "cpu" and (flops := _flops(config, device)) > HOPELESS:
         name = f"{preset} is" if isinstance(preset, str | Path) else "this config is"
         place = data if isinstance(data, str | Path) else "DATA"
-        words = ["pretrain", str(place), "--preset", CANDIDATES["cpu"][0], "--out", str(out)]
+        words = ["pretrain", str(place), "--preset", CANDIDATES["cpu"][0]]
+        words += [*_kept_options(changes, device), "--out", str(out)]
         raise UserError(
             f"{name} made for GPUs: on {machine(device)} each of its updates would take more than "
             f"{spoken(flops / RATE / cores())}; use stopmim {shlex.join(words)}"
         )
+
+
+def _flops(config: Config, device: torch.device) -> float:
+    """Operations of an update."""
+    return cost.work(config, device).flops * config.optim.batch_size
+
+
+def _kept_options(changes: Mapping[str, Any], device: torch.device) -> list[str]:
+    """The changes as options for the preset for CPUs, or none if it does not work with them."""
+    changes = {key: value for key, value in changes.items() if key != "init"}  # of a larger network
+    try:
+        config = first_config(CANDIDATES["cpu"][0], changes)
+    except UserError:
+        return []
+    return [] if _flops(config, device) > HOPELESS else as_options(changes)
 
 
 def warnings(plan: Plan) -> list[str]:

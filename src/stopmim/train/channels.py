@@ -10,8 +10,9 @@ from typing import Any
 from stopmim.base.console import is_first_rank, say, warn
 from stopmim.base.errors import DataError, UserError
 from stopmim.config.schema import Config, flatten
+from stopmim.data.channels import Form
 from stopmim.data.images import Images
-from stopmim.data.looking import Seen, look, measure
+from stopmim.data.survey import common_form, measure
 from stopmim.runs.identity import begun
 from stopmim.train.distributed import World
 
@@ -33,7 +34,7 @@ def settle_channels(
         before = dict(flatten(begun(out)["config"]))
         found = {key: before[key] for key in SETTLED if before.get(key) is not None}
         return found | given
-    seen = look(images, config)
+    seen = common_form(images, config)
     _refuse_other(config, seen)
     normalise = config.data.normalise or (None if seen.is_rgb else "measured")
     if normalise is None or (seen.is_rgb and normalise == "imagenet"):
@@ -52,13 +53,13 @@ def settle_channels(
     return given | found
 
 
-def _settled(config: Config, seen: Seen, normalise: str, images: Images) -> dict[str, Any]:
+def _settled(config: Config, seen: Form, normalise: str, images: Images) -> dict[str, Any]:
     """Config keys of section data, measured where the config does not state them."""
     data = config.data
     found: dict[str, Any] = {"normalise": normalise}
     if not seen.is_rgb:
         found |= {"channels": seen.channels, "kind": seen.kind}
-        found["channel_names"] = data.channel_names or seen.names
+        found["channel_names"] = data.channel_names or seen.names or None
     said = "as the config states"
     if None in (data.low, data.high, data.mean, data.std):
         stats, count = measure(images, seen, config)
@@ -71,9 +72,9 @@ def _settled(config: Config, seen: Seen, normalise: str, images: Images) -> dict
     return {f"data.{key}": value for key, value in found.items() if value is not None}
 
 
-def _refuse_other(config: Config, seen: Seen) -> None:
+def _refuse_other(config: Config, seen: Form) -> None:
     """Raises DataError if the config says that the images are something else."""
     data = config.data
-    stated = Seen(data.channels or seen.channels, data.kind or seen.kind)
-    if stated[:2] != seen[:2]:
+    stated = Form(data.channels or seen.channels, data.kind or seen.kind)
+    if not stated.is_like(seen):
         raise DataError(f"config: data: {stated}, but these images have {seen}; leave both out")

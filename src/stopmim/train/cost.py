@@ -18,11 +18,11 @@ from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
-from stopmim.data import looking
+from stopmim.data import survey
 from stopmim.data.ahead import in_reach
+from stopmim.data.channels import Form
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
-from stopmim.data.looking import Seen
 from stopmim.data.workers import cores, default_workers
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, build_target, draw_masks
@@ -51,11 +51,11 @@ class Facts:
     side: int  # median of the shorter sides, in pixels; 0 if none of the sample can be read
     read_seconds: float  # to read one image on one core
     workers: int  # processes that would read them
-    seen: Seen = Seen()  # noqa: RUF009 - a tuple; channels and their type
+    seen: Form = Form()  # noqa: RUF009 - a tuple; channels and their type
 
 
-def look(images: Images) -> Facts:
-    """Reads SAMPLE images, evenly spaced."""
+def look(images: Images, seen: Form | None = None) -> Facts:
+    """Reads SAMPLE images, evenly spaced; `seen` are their channels, if they are known."""
     numbers = np.linspace(0, len(images) - 1, min(SAMPLE, len(images))).round().astype(int)
     seconds, sides = 0.0, list[int]()
     for number in in_reach(images, numbers.tolist(), lambda number: [number], 0):
@@ -64,7 +64,8 @@ def look(images: Images) -> Facts:
             sides.append(min(images.read(number).shape[:2]))
         seconds += (time.perf_counter() - begin) / len(numbers)
     side = int(np.median(sides)) if sides else 0
-    return Facts(len(images), side, seconds, default_workers(images), looking.look(images))
+    seen = seen or survey.common_form(images)
+    return Facts(len(images), side, seconds, default_workers(images), seen)
 
 
 # ------------------------------------------------------------------------------ the network

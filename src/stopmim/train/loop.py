@@ -6,7 +6,6 @@ run that was killed and resumed equals one that was not.
 
 import contextlib
 import math
-import signal
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from stopmim.base.faults import faultpoint
 from stopmim.base.files import write_whole
 from stopmim.base.memory import is_out_of_memory
 from stopmim.base.secrets import hide, shown
-from stopmim.base.signals import signals
+from stopmim.base.signals import interrupting, signals
 from stopmim.config.schema import Config, override
 from stopmim.data.images import Images
-from stopmim.data.loading import loader, steps_per_epoch
+from stopmim.data.loading import Reader, loader, steps_per_epoch
 from stopmim.data.order import shares
 from stopmim.data.sources.open import keep_outside
 from stopmim.gpu.cuda_graphs import CudaGraphs
@@ -87,7 +86,7 @@ def pretrain(
     with joined() as world:  # torchrun's ranks, or this process alone
         config = first_config(preset, overrides, path)
         device = choose_device(config.runtime.device, world.local_rank)
-        advice.refuse_hopeless(config, preset, device, data, path)
+        advice.refuse_hopeless(config, preset, device, data, path, overrides)
         if not (path / "run.json").exists():
             keep_outside(path, data)
         with claimed(path) if world.first else contextlib.nullcontext():  # one writer per run
@@ -98,12 +97,13 @@ def pretrain(
                 config = with_parts_of(path, config)  # if they did not fit into memory before
                 if world.first:
                     announce(path, images, config, preset, world)
-                train(images, source, path, config, stop_at, world)
+                with Reader(images, config).running() as reader:  # before memory fills up
+                    train(reader, source, path, config, stop_at, world)
             except UserError:  # one line for the user, nothing to debug
                 raise
             except KeyboardInterrupt:  # before the first update: later ones are collected
                 what = f"{path}: stopped before an update was made"
-                raise InterruptedRunError(signal.SIGINT, what) from None
+                raise InterruptedRunError(interrupting(), what) from None
             except Exception as error:
                 if is_out_of_memory(error):
                     built = (path / "run.json").exists()
@@ -117,10 +117,10 @@ def pretrain(
 
 
 def train(
-    images: Images, source: str, path: Path, config: Config, stop_at: int | None, world: World
+    reader: Reader, source: str, path: Path, config: Config, stop_at: int | None, world: World
 ) -> None:
     """Sets up or resumes a run, and makes its updates."""
-    run = _Training(images, source, path, config, world)
+    run, images = _Training(reader, source, path, config, world), reader.images
     step, total, device, runtime = run.step, run.total, run.device, config.runtime
     if step >= total:
         say(f"{path}: finished, all {total:,} updates are done")
@@ -224,11 +224,11 @@ class _Training:
     """A run that is ready for its next update: model, update, and what is due when."""
 
     def __init__(
-        self, images: Images, source: str, path: Path, config: Config, world: World
+        self, reader: Reader, source: str, path: Path, config: Config, world: World
     ) -> None:
         """Builds the model and its update, writes run.json, and loads the newest checkpoint."""
-        runtime = config.runtime
-        self.path, self.config, self.images, self.world = path, config, images, world
+        runtime, images = config.runtime, reader.images
+        self.path, self.config, self.reader, self.world = path, config, reader, world
         agree(world, config, images.fingerprint)
         self.device = device = choose_device(runtime.device, world.local_rank)
         self.amp = choose_precision(runtime.precision, device)
@@ -238,14 +238,16 @@ class _Training:
         # A bad --init leaves no run behind: it is read before run.json is written.
         self.model = model = apply_init(build(config), config, path).to(device)
         if world.first:
-            begin(path, config, source, images, device, world.size)
+            begin(path, config, source, reader, device, world.size)
         if lost := getattr(images, "unreadable", []):
             say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
         self.health_every = due_every(config)
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
         with busy("measuring the untrained network"):
-            self.health = Health(images, config, device, self.amp) if self.health_every else None
+            self.health = None
+            if self.health_every:
+                self.health = Health(images, config, device, self.amp, reader)
             self.untrained = self.health.measure(model) if self.health and fresh else None
         wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
         optimizer = adamw(model, config.optim)
@@ -261,7 +263,7 @@ class _Training:
         self.step = _resume(path, step, runtime.keep, world)  # updates done
         if 0 < self.step < self.total:
             say(f"{path}: resumes at step {self.step}")
-        logged = checkpoint.lines_logged(path, self.step)
+        logged = checkpoint.lines_logged(path / "checkpoints" / f"step-{self.step:08d}")
         self.metrics = Metrics(path, self.step, logged) if world.first else None
         guard = step.guard.state if step.guard else None
         self.saver = Saver(
@@ -278,10 +280,10 @@ class _Training:
 
     def draws(self, bad_files: BadFiles) -> Draws:
         """Images, masks and noise from the next update on."""
-        model, config, device = self.model, self.config, self.device
-        rank, size = self.world.rank, self.world.size
+        model, config, device, reader = self.model, self.config, self.device, self.reader
+        where = {"rank": self.world.rank, "world": self.world.size}
         self.reading.close()  # that of larger parts
-        batches = loader(self.images, config, self.step, device=device, rank=rank, world=size)
+        batches = loader(reader.images, config, self.step, device=device, **where, reader=reader)
         self.reading.enter_context(contextlib.closing(batches))
         update = self.update
         beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext

@@ -4,13 +4,12 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from stopmim.base.errors import UserError
-from stopmim.base.files import own_folder
+from stopmim.base.files import own_folder, remove_folder
 from stopmim.runs.run import Run
 
 Kind = Literal["none", "tensorboard", "wandb"]
@@ -73,7 +72,7 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
     # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
     for old in own_folder(path / "wandb").glob(f"offline-run-*-{name}"):
-        shutil.rmtree(old)
+        remove_folder(old)
     settings = wandb.Settings(
         mode="offline",
         silent=True,

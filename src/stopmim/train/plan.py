@@ -87,12 +87,18 @@ class Plan:
 
     def command(self, data: str) -> str:
         """The complete command line of the run."""
-        words = ["stopmim", "pretrain", data, "--preset", self.preset]
-        for key, value in flatten(self.changes):
-            values = value if isinstance(value, list | tuple) else [value]
-            words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+        words = ["stopmim", "pretrain", data, "--preset", self.preset, *as_options(self.changes)]
         name = re.split(r"[^\w-]", Path(data).name)[0]  # photos of photos.npz, scenes of scenes:64
         return shlex.join([*words, "--out", f"runs/{name or 'first'}"])
+
+
+def as_options(changes: Mapping[str, Any]) -> list[str]:
+    """Config keys and their values as words of a command line."""
+    words = list[str]()
+    for key, value in flatten(changes):
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+    return words
 
 
 @cache

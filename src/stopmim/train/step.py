@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stopmim.config.schema import Config, OptimConfig
+from stopmim.gpu.blocks import warn_unless_fused
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision, compiled, compiles_itself
 from stopmim.gpu.sharding import whole
@@ -149,6 +150,10 @@ def build_step(
     automatic = compiles_itself(config.runtime.compile, device, build_sampler(config).static)
     # Forward and loss are compiled together; autograd compiles the backward pass with them.
     loss = compiled(masked_loss) if automatic or config.runtime.compile == "on" else masked_loss
+    if config.runtime.kernels == "fused":
+        runtime, width = config.runtime, model.encoder.width
+        sharded = world.store is not None and runtime.parallel == "fsdp"
+        warn_unless_fused(device, amp, width, runtime.recompute == "on", sharded)
     step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world)
     alone = world.store is None and n_parts == 1 and step.scaler is None
     if alone and automatic:

@@ -71,7 +71,8 @@ def export(
     try:
         temporary.mkdir(parents=True)
         target.write(contents, encoder, temporary)
-        (temporary / "README.md").write_text(text, encoding="utf-8")
+        # A path in it need not be text.
+        (temporary / "README.md").write_text(text, "utf-8", "backslashreplace")
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors makes its files 0600
         os.replace(temporary, out)  # onto an empty folder, if it is there

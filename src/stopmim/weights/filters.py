@@ -33,7 +33,7 @@ def fitted(weight: Tensor, theirs: PixelStats | None, own: PixelStats) -> tuple[
     mean = weight.mean(dim=1)
     found = torch.stack([mean if i is None else weight[:, i] for i in order], dim=1)
     found = found * (given / wanted)
-    # What is left to the sum of all, where some of the filters are not among them.
+    # Keep the sum over all channels, even if some filters are not used.
     found = found + ((weight.sum(dim=1) - found.sum(dim=1)) / wanted)[:, None]
     others = "the mean filter for " + ("the others" if named else "each")
     how = f"{', '.join(named)} by name, {others}" if named else others

@@ -185,7 +185,7 @@ class Format:
         return Contents(file.path, project, shown, network, model, no_model, branches, epoch)
 
     def project(self, file: WeightFile, encoder: Encoder) -> str:
-        """Whose file it is, if there is more to say than `name`."""
+        """The project that wrote the file, if there is more to say than `name`."""
         return self.name
 
     def network(self, encoder: Encoder) -> str:

@@ -1,4 +1,4 @@
-"""Whose a file is, which network it holds, how far it was trained, and what can be loaded."""
+"""Identifies a file: its project, network, training progress, and what can be loaded."""
 
 from pathlib import Path
 

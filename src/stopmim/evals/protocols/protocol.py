@@ -73,10 +73,10 @@ class FewLabels(Protocol):
     """file that lists the labelled images instead, by path or unique name, e.g. 1percent.txt"""
 
     def obstacle(self, inputs: Inputs) -> str:
-        from stopmim.data.subset import find_named
+        from stopmim.data.subset import check_named
 
-        if self.list is not None:
-            find_named(inputs.train, self.list)  # what is wrong with a list is said before any work
+        if self.list is not None:  # what is wrong with a list is said before any work
+            check_named(inputs.train, self.list, inputs.labels)
         return ""
 
     def choose(self, inputs: Inputs, label: str) -> tuple[Sequence[int], str]:

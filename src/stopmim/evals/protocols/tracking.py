@@ -52,7 +52,7 @@ class VideoTracking(Protocol, Propagation):
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         import torch
 
-        from stopmim.data.channels import described
+        from stopmim.data.channels import Form
         from stopmim.data.videos import open_videos
         from stopmim.evals.features import stats_for
         from stopmim.evals.tracking import Tracking, track
@@ -61,7 +61,7 @@ class VideoTracking(Protocol, Propagation):
         if source is None:
             return
         if not (stats := stats_for(inputs.encoder)).is_picture:
-            wanted = described(stats.channels, stats.kind)
+            wanted = Form(stats.channels, stats.kind)
             raise DataError(f"tracking: videos are 8-bit RGB; the encoder takes images of {wanted}")
         size = self.video_size or Tracking.size
         if self.video_size is None and source.split(":")[0] == "scenes":

@@ -50,7 +50,7 @@ class FalseColour:
 
     @property
     def caption(self) -> str:
-        """Which channels are shown, in words; "" for ordinary pictures as they are."""
+        """Names of the channels shown; "" for ordinary pictures as they are."""
         if self.stats.is_picture and self.shown == (0, 1, 2):
             return ""
         names = [self.stats.name(channel) for channel in self.shown]

@@ -62,6 +62,6 @@ def _components(x: np.ndarray) -> np.ndarray:
     """The first two principal components (n, 2), tiny, with a fixed choice of their signs."""
     left, values, _ = np.linalg.svd(x, full_matrices=False)
     place = np.zeros((len(x), 2))
-    some = left[:, :2] * values[:2]
-    place[:, : some.shape[1]] = some * np.where(np.power(some, 3).sum(axis=0) < 0, -1.0, 1.0)
+    first = left[:, :2] * values[:2]
+    place[:, : first.shape[1]] = first * np.where(np.power(first, 3).sum(axis=0) < 0, -1.0, 1.0)
     return 1e-4 * place / max(float(place[:, 0].std()), 1e-12)

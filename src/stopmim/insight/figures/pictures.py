@@ -143,7 +143,7 @@ class Preview(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Which channels the picture shows, in words; "" for ordinary pictures."""
+        """Names of the channels that the picture shows; "" for ordinary pictures."""
         return self.colours.caption if self.colours else ""
 
 

@@ -1,4 +1,4 @@
-"""How similar a stochastic position is to its neighbours: the paper's similarity figure.
+"""Similarity of a stochastic position to its neighbours: the paper's similarity figure.
 
 Shapes: Q query patches, S draws, N = side * side patches, P predictor width.
 """

@@ -80,7 +80,7 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
 
 
 def _carried(positions: Positions) -> str:
-    """What passes through the matrix whose norm is logged, in words."""
+    """Tokens that pass through the matrix whose norm is logged, in words."""
     if isinstance(positions, StochasticPositions) and positions.covariance != "fixed":
         return "noise only" if positions.untied else "context and noise"
     return "context only"

@@ -94,7 +94,7 @@ def predictions(run: Run, config: Config, views: list[Preview]) -> dict[str, Any
     models = [("untrained", build(config).eval())]
     for path in checkpoint.steps(run.path):
         with contextlib.suppress(CheckpointError):  # damaged, or removed by a run that trains
-            models.append((f"step {int(path.name[5:])}", load_model(path)))
+            models.append((f"step {path.name[5:].lstrip('0') or 0}", load_model(path)))
     if len(models) < 2:
         return None
     side, hidden = config.side, views[0].targets.size

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stopmim._version import __version__
+from stopmim.base.console import visible
 from stopmim.base.errors import UserError
 from stopmim.base.files import number, write_whole
 from stopmim.config.schema import Config, flatten, resolve
@@ -140,12 +141,8 @@ def _judged(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _visible(value: object) -> str:
-    """`value` with control characters, direction marks and lone surrogates as `repr` has them."""
-    if isinstance(value, Markup):  # jinja escapes HTML in everything else
-        return value
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
-    )
+    """`value` as text without control characters; jinja escapes HTML in all but Markup."""
+    return value if isinstance(value, Markup) else visible(str(value))
 
 
 _ENVIRONMENT = Environment(
@@ -186,7 +183,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _known(found: T | None, missing: str) -> T:
-    """What an attempt found; if nothing, its reason is that of whatever needs it."""
+    """Result of an attempt, or else the reason, for whatever needs the result."""
     if found is None:
         raise UserError(missing)
     return found

@@ -14,17 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import (
-    EPS,
-    Encoder,
-    Mlp,
-    PatchEmbed,
-    Pictures,
-    Pool,
-    as_input,
-    no_transform,
-    take,
-)
+from stopmim.base.pictures import Pictures, as_input, no_transform
+from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, Pool, take
 from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Format, WeightFile

@@ -27,7 +27,7 @@ class PlainVit(Format):
         return vit.read(vit.encoder_weights(found[name], str(file)), str(file), file.heads)
 
     def project(self, file: WeightFile, encoder: Encoder) -> str:
-        """Whose file it is; an encoder alone may be of several, which are all named."""
+        """The project that wrote the file; all candidates for an encoder without more."""
         found = _state_dicts(file.tree)
         if TRUNK[0] in file.tree:
             return "VISSL"

@@ -69,7 +69,7 @@ class StopIjepa(Format):
         model = contents.model
         if model is None:
             raise CheckpointError(f"{contents.path}: no predictor in it, which I-JEPA's layout has")
-        problem = model.predictor.positions.not_exportable
+        problem = model.predictor.positions.not_exportable or model.target.not_exportable
         if isinstance(model.target, Pixels):
             problem = "a predictor of pixels: use --to mae"
         elif not model.target.follows:
