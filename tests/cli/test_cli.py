@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import stopmim
+from hostile_weights import write_fine
 from stopmim.base.console import Ticker, say
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
@@ -30,8 +31,8 @@ TINY = [
     *("--optim.warmup-epochs", "1", "--runtime.threads", "1", "--runtime.workers", "0"),
     *("--runtime.log-every", "1", "--runtime.device", "cpu"),
 ]
-COMMANDS = ["", "demo", "pretrain", "ablate", "check", "eval", "doctor", "analyse", "report"]
-COMMANDS += ["features", "inspect", "export", "bench", "presets"]
+COMMANDS = ["", "demo", "pretrain", "repair", "ablate", "check", "pack", "eval", "doctor"]
+COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "presets"]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +124,18 @@ COMMANDS += ["features", "inspect", "export", "bench", "presets"]
             2,
             'no such preset; did you mean "tiny_cpu"?; presets are photos_s16',
         ),
-        ("bench speed", 2, "invalid choice 'speed'"),
+        ("bench speed", 2, "bench: invalid choice 'speed'; there are step, account, masks"),
+        ("bench step --masks owm", 2, """--masks: invalid choice 'owm'; did you mean "own"?"""),
+        ("bench", 2, "bench: missing one of step, account, masks, growth, kernels, saving"),
+        ("analyse", 2, "analyse: missing FIGURE, one of noise, similarity"),
+        ("analyse neighbors", 2, """'neighbors'; did you mean "neighbours"?; there are noise"""),
+        ("pretrain x --out {tmp}/run --masking.kind multiblok", 2, 'mean "multiblock"?'),
         ("bench masks --rounds 0", 2, "--rounds 0: expected 1 or more"),
         ("bench growth --preset tiny_cpu", 2, "bench growth: --preset has no effect"),
         ("bench loader --optim.batch_size 4", 2, "bench loader: --optim.batch_size has no effect"),
+        ("bench loader --rate 0", 2, "--rate 0: expected images per second, above 0"),
+        ("bench step --rate 10", 2, "bench step: --rate has no effect"),
+        ("bench account --profile", 2, "bench account: --profile has no effect"),
         ("bench probe --rounds 3", 2, "bench probe: --rounds has no effect"),
         ("bench step --out {tmp}/file", 5, "file: cannot write here: File exists"),
     ],
@@ -319,8 +328,8 @@ def test_a_help_text_fits_into_80_columns_and_breaks_where_it_has_to(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main([command, "--help"] if command else ["--help"]) == 0
-    usage, *lines = capsys.readouterr().out.splitlines()
-    assert usage.startswith("usage: ")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: ")
     assert max(map(len, lines)) <= 80
 
 
@@ -406,14 +415,23 @@ def test_running_out_of_memory_names_a_way_out_that_works(
         ),
         ("pretrain scenes:999999:99 --out {run} --preset tiny_cpu", "use fewer images"),
         ("eval knn random:vit_micro8@24 --data scenes:999999:99", "or use fewer images"),
+        (
+            "features scenes:999999:99 --encoder {fine} --out {run}.npz",
+            "or use fewer images",
+        ),
     ],
 )
 def test_main_memory_that_runs_out_is_one_line_with_a_way_out(
     words: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In a child with little more address space than it already has: real allocations fail."""
-    for module in ("train.loop", "evals.suite"):  # or their imports would take what there is
+    for module in (
+        "train.loop",
+        "evals.suite",
+        "evals.feature_files",
+    ):  # or their imports would take what there is
         import_module(f"stopmim.{module}")
+    write_fine(fine := tmp_path / "fine.safetensors")
     child = os.fork()
     if child == 0:
         code = 99
@@ -421,7 +439,8 @@ def test_main_memory_that_runs_out_is_one_line_with_a_way_out(
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + 400 * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            code = main(words.format(run=tmp_path / "run", tiny=" ".join(TINY)).split())
+            names = {"run": tmp_path / "run", "fine": fine, "tiny": " ".join(TINY)}
+            code = main(words.format(**names).split())
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)

@@ -58,10 +58,11 @@ def test_a_benchmark_prints_json_and_writes_a_dated_file(
     monkeypatch.setattr("stopmim.bench.timing.CALLS", 2)
     command = ["bench", "step", "--rounds", "1", "--out", str(tmp_path)]
     assert main([*command, "--optim.batch_size", "4", "--runtime.device", "cpu"]) == 0
-    stop, sincos, ratio = map(json.loads, capsys.readouterr().out.splitlines())
+    stop, sincos, ratio, *account = map(json.loads, capsys.readouterr().out.splitlines())
     assert (stop["positions"], sincos["positions"]) == ("stochastic", "sincos")
     assert stop["ms_min"] <= stop["ms"] <= stop["ms_max"]
     assert ratio["time"] == pytest.approx(stop["ms"] / sincos["ms"], rel=1e-2)
+    assert {line["bench"] for line in account} == {"step account"}
     (page,) = tmp_path.iterdir()
     assert stop["date"] in page.name
     assert json.dumps(stop) in page.read_text()

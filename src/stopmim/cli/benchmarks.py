@@ -1,5 +1,6 @@
 """``stopmim bench``."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -21,15 +22,27 @@ class Bench:
     what: Annotated[
         Positional[
             Literal[
-                "step", "masks", "growth", "saving", "loader", "rasters", "index", "probe", "evals"
+                "step",
+                "account",
+                "masks",
+                "growth",
+                "kernels",
+                "saving",
+                "loader",
+                "rasters",
+                "index",
+                "probe",
+                "evals",
             ]
         ],
         choices(
-            step="forward, backward and update",
+            step="forward, backward and update, and what it takes at least",
+            account="operations and bytes of a step, by part; runs nothing",
             masks="drawing masks",
             growth="step time against batch, masks, depth and resolution",
+            kernels="fused kernels against the usual ones",
             saving="pauses of training while it saves",
-            loader="reading images, against the usual pipeline",
+            loader="reading images, against the usual pipeline; cores that a GPU needs",
             rasters="reading arrays, against NumPy, and crops of a large file",
             index="listing images",
             probe="linear classifiers",
@@ -37,9 +50,9 @@ class Bench:
         ),
     ]
     preset: Annotated[str | None, option("NAME|FILE")] = None
-    """step, masks, saving; default: vit_b16_stop on a GPU, tiny_cpu on a CPU, batch of one GPU"""
+    """step, account, masks, saving; default: vit_b16_stop, on a CPU tiny_cpu, batch of one GPU"""
     masks: Literal["own", "published"] = "own"
-    """step: likeliest mask shapes of the config, or mean token counts of released masks"""
+    """step, account: likeliest mask shapes, or mean token counts of the released masks"""
     paper: bool = False
     """probe: the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
     twin: bool = True
@@ -50,8 +63,10 @@ class Bench:
         tuple[Literal["memory", "jpeg", "suite", "tracking"], ...], option("PART ...")
     ] = ()
     """evals: memory and jpeg (features), suite, tracking; default: all"""
-    rounds: int = 10
-    """number of measurements; evals: 3 are enough"""
+    rate: Annotated[float | None, option("IMAGES/S")] = None
+    """loader: images/s of your GPU, as step prints; default: one H200 with the paper's presets"""
+    rounds: Annotated[int | None, option("INT")] = None
+    """number of measurements; default: 10, for evals 3"""
     out: Annotated[Path | None, option("FOLDER")] = None
     """folder for a dated Markdown file; figures of the same day are appended"""
     changes: Changes = field(default_factory=dict)
@@ -59,22 +74,27 @@ class Bench:
     def __call__(self) -> None:
         from stopmim.bench.evals import bench_evals
         from stopmim.bench.growth import bench_growth
+        from stopmim.bench.kernels import bench_kernels
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
         from stopmim.bench.rasters import bench_rasters
         from stopmim.bench.saving import bench_saving
-        from stopmim.bench.step import bench_masks, bench_step
+        from stopmim.bench.step import bench_account, bench_masks, bench_step
         from stopmim.bench.timing import check_folder
 
         check_least(self, rounds=1)
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise UserError(f"--rate {self.rate:g}: expected images per second, above 0")
         if self.out is not None:
             check_folder(self.out)
         functions: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
             "step": (bench_step, ("preset", "changes", "masks", "twin", "profile", "rounds")),
+            "account": (bench_account, ("preset", "changes", "masks")),
             "masks": (bench_masks, ("preset", "changes", "rounds")),
             "growth": (bench_growth, ("changes", "rounds")),
+            "kernels": (bench_kernels, ("rounds",)),
             "saving": (bench_saving, ("preset", "changes")),
-            "loader": (bench_loader, ("rounds",)),
+            "loader": (bench_loader, ("rounds", "rate")),
             "rasters": (bench_rasters, ("rounds",)),
             "index": (bench_index, ("rounds",)),
             "evals": (bench_evals, ("parts", "rounds")),
@@ -88,4 +108,6 @@ class Bench:
                 key = next(iter(value)) if other.name == "changes" else other.name
                 raise UserError(f"bench {self.what}: --{key} has no effect")
         options = {name: getattr(self, name) for name in (*used, "out") if name != "paper"}
+        if "rounds" in used and self.rounds is None:
+            options["rounds"] = 3 if self.what == "evals" else 10
         print(function(**options))

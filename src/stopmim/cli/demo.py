@@ -42,6 +42,6 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     page = write_report(run, images)
     said = [fill(line, 80, break_on_hyphens=False) for line in table.conclusions(results, facts)]
     for part in (table.text(table.rows(results)), table.LEGEND, *said):
-        say(part)
+        say(*part.splitlines())
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run

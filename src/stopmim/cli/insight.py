@@ -29,6 +29,9 @@ Figure = Annotated[
         all="every one of them",
     ),
 ]
+ImagesToShow = Annotated[
+    str | None, option("DATA", "images to show; default: those the run was trained on")
+]
 Show = Annotated[
     tuple[str, ...],
     option(
@@ -70,8 +73,7 @@ class Analyse:
     """run directories; several are compared"""
     out: Annotated[Path | None, option("FOLDER")] = None
     """folder for the figures; default: RUN/figures"""
-    data: Annotated[str | None, option("DATA")] = None
-    """images to show; default: those the run was trained on"""
+    data: ImagesToShow = None
     show: Show = ()
 
     def __call__(self) -> None:
@@ -89,8 +91,7 @@ class Report:
     """run directories; the first is the subject, the others are compared with it"""
     out: Annotated[Path | None, option("FILE")] = None
     """file to write; default: RUN/report.html"""
-    data: Annotated[str | None, option("DATA")] = None
-    """images to show; default: those the run was trained on"""
+    data: ImagesToShow = None
     show: Show = ()
 
     def __call__(self) -> None:

@@ -54,7 +54,7 @@ def listing(presets: "list[Preset]") -> str:
 
 
 def details(preset: "Preset") -> str:
-    """All that is known about one preset; only its command may be longer than 80 characters."""
+    """Everything known about one preset, within 80 columns except for its command."""
     cost, needs = preset.cost, preset.needs
     time = [f"{cost.text} of one H200" if cost.hours else cost.text]
     time += [f"for {cost.images:,} images"] if cost.hours or cost.minutes else []

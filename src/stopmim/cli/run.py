@@ -5,7 +5,6 @@ inside the commands that need it, so that ``--help`` and typos answer at once.
 """
 
 import contextlib
-import errno
 import io
 import os
 import signal
@@ -18,13 +17,14 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from stopmim._version import __version__
+from stopmim.base.causes import cause
 from stopmim.base.console import as_line, complain, is_first_rank
-from stopmim.base.errors import InterruptedRunError, ResourceError, UserError
-from stopmim.base.memory import is_out_of_memory, shortage
+from stopmim.base.errors import InterruptedRunError, UserError
 from stopmim.base.secrets import hide
 from stopmim.base.signals import is_interrupted, stopped
 from stopmim.cli.benchmarks import Bench
 from stopmim.cli.evaluate import Eval
+from stopmim.cli.help import Captured, wrapped_help
 from stopmim.cli.insight import Analyse, Doctor, Report
 from stopmim.cli.options import split_changes
 from stopmim.cli.presets import Presets
@@ -32,7 +32,6 @@ from stopmim.cli.training import Ablate, Check, Demo, Pack, Pretrain, Repair
 from stopmim.cli.weights import Export, Features, Inspect
 from stopmim.cli.wrong_input import one_line
 
-LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
 # The order is that of --help; a command is called like its class, in lower case.
@@ -49,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [hide(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in words  # tracebacks instead of one line
     try:
+        _need_a_place()
         command = parse([word for word in words if word != "--debug"] or ["--help"])
         return (command() or 0) if command is not None else 0
     except InterruptedRunError as stop:
@@ -68,9 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return stopped()
-    except BrokenPipeError:  # `stopmim ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if debug:
             raise
@@ -79,15 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unexpected(error)
 
 
+def _need_a_place() -> None:
+    """Refuses a current folder that is gone: a library of torch would end the process."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"current folder: {error.strerror}; change to another one") from None
+
+
 def _unexpected(error: Exception) -> int:
     """Reports an error that no part of the package has a message for; returns the exit code."""
-    if is_out_of_memory(error):
-        error = ResourceError(f"out of memory: {shortage(error)}; {LESS_MEMORY}")
-    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        error = UserError(f"{error.strerror}: {error.filename}")
-    if isinstance(error, UserError):
-        complain(error)
-        return error.exit_code
+    if known := cause(error):
+        complain(known)
+        return known.exit_code
     complain(Exception(f"internal error: {type(error).__name__}: {error}; --debug shows where"))
     return 1
 
@@ -99,12 +100,13 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
         return None
     # eval has its own --data and --seed.
     words, changes = (words, {}) if words[:1] == ["eval"] else split_changes(words)
-    stderr = io.StringIO()
+    stdout, stderr = Captured(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             command: Any = tyro.cli(Command, prog="stopmim", args=words, config=FLAT)
     except SystemExit as stop:
         if not stop.code:
+            print(wrapped_help(stdout.getvalue()), end="")
             return None
         raise UserError(one_line(stderr.getvalue(), words) if is_first_rank() else "") from None
     if changes and not hasattr(command, "changes"):

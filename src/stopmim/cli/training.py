@@ -1,6 +1,5 @@
 """``stopmim demo``, ``check``, ``pretrain``, ``repair`` and ``ablate``."""
 
-import signal
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from stopmim.base.errors import (
     RowsFailedError,
     UserError,
 )
+from stopmim.base.signals import interrupting
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
 from stopmim.evals.protocols import Linear, Lowshot, Protocol
 
@@ -51,9 +51,9 @@ class Check:
 
     def __call__(self) -> None:
         if self.verify:
-            from stopmim.data.sources.packed import verify
+            from stopmim.data.sources.packed import verify_shards
 
-            index = verify(self.data)
+            index = verify_shards(self.data)
             images = sum(shard.images for shard in index.shards)
             print(f"{self.data}: {len(index.shards)} shards with {images:,} images are intact")
             return
@@ -66,8 +66,14 @@ class Check:
             self.data, plan.config, fix_list=self.fix_list, limit=self.limit, against=self.against
         )
         print(report.text())
-        if report.problem:
+        if report.problem and not (self.fix_list and report.only_broken):
             raise DataError(report.problem)
+        if self.fix_list:
+            count = len(report.bad) + len(report.test_bad)
+            print(f"\nwrote {self.fix_list}: {count:,} images to leave out, with")
+            print(f"pretrain --data.skip {self.fix_list} and eval --skip {self.fix_list}")
+        if report.problem:  # solved by the list, which a recommended command would have to name
+            return
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
 
 
@@ -121,7 +127,7 @@ class Pack:
         try:
             index = pack(self.data, self.out, **how, **limits)
         except KeyboardInterrupt:
-            raise InterruptedRunError(signal.SIGINT, f"{self.out}: stopped") from None
+            raise InterruptedRunError(interrupting(), f"{self.out}: stopped") from None
         images = sum(shard.images for shard in index.shards)
         mib = sum(shard.bytes for shard in index.shards) / 2**20
         print(
@@ -178,7 +184,7 @@ class Pretrain:
 
         run = pretrain(self.data, self.out, self.preset, **self.changes)
         if is_first_rank():
-            say(next_commands(run))
+            say(*next_commands(run).splitlines())
             print(run.checkpoint)
 
 
@@ -216,7 +222,7 @@ class Ablate:
     """images to pretrain on; default: scenes:4096 of the preset's size"""
     preset: PresetOrFile = "tiny_cpu_quick"
     seeds: int = 1
-    """runs per row"""
+    """runs per row; 0: train nothing, evaluate what --checkpoint names"""
     rows: Annotated[tuple[str, ...], option("ROW ...")] = ()
     """rows to run; default: all"""
     eval: Annotated[tuple[str, ...], option("[RECIPE=]DATA ...")] = ()

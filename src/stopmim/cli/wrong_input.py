@@ -17,6 +17,8 @@ REWORDED = {  # tyro's messages about values -> ours
         r"\1: expected a number, got \2"
     ),
 }
+# A required argument with a fixed set of values, whose help is one line per value.
+_MEANINGS = re.compile(r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+)) (\w+: [^;]+;.*) \(required\)")
 
 
 def one_line(box: str, words: list[str]) -> str:
@@ -37,6 +39,12 @@ def one_line(box: str, words: list[str]) -> str:
             close = next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
     elif extra := re.match(r"Unrecognized options: ([^-].*)", said):
         said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+    elif choice := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. (.*)", said):
+        names = re.findall(r"'([^']*)'", choice[3])
+        where = f"{choice[2]}: " if choice[2].startswith("-") else ""
+        choices = f"{did_you_mean(choice[1], names)}there are {', '.join(names)}"
+        said = f"{words[0]}: {where}invalid choice '{choice[1]}'; {choices}"
+    said = _MEANINGS.sub(_names_alone, said)
     for theirs, ours in REWORDED.items():
         said = re.sub(theirs, ours, said)
     given = words[: 2 if words[:1] == ["eval"] else 1]
@@ -53,3 +61,10 @@ def _no_such_command(words: list[str], names: list[str]) -> str:
         return ""
     given = f'no command "{word}"' if word else "a command is missing"
     return ": ".join([*above, f"{given}; {did_you_mean(word, names)}there are {', '.join(names)}"])
+
+
+def _names_alone(missing: re.Match[str]) -> str:
+    """A missing argument with the names of its values, and without their meanings."""
+    what = "" if missing[1].startswith("{") else f"{missing[1]}, "
+    names = re.findall(r"(?:^|; )(\w+): ", missing[2])
+    return f"{what}one of {', '.join(names)}"
