@@ -14,14 +14,27 @@ from pathlib import Path
 import torch
 
 import stopmim
-from campaign import checkpoints, configs, hostile, kills, races, rank_faults, run_files, storage
+from campaign import (
+    checkpoints,
+    configs,
+    hostile,
+    kills,
+    races,
+    rank_faults,
+    run_files,
+    storage,
+    surroundings,
+)
 from campaign.cases import Family, Outcome, run_family
 from campaign.record import Record, commit, read_json, record, sum_of, table, write_json, write_page
 from stopmim.base.console import duration
 
 FAMILIES = {
     module.FAMILY.name: module.FAMILY
-    for module in (kills, checkpoints, run_files, configs, hostile, storage, races, rank_faults)
+    for module in (
+        *(kills, checkpoints, run_files, configs, hostile, storage, races, rank_faults),
+        surroundings,
+    )
 }
 
 

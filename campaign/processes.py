@@ -241,13 +241,14 @@ def die_with_parent() -> None:
 def in_session(leader: int) -> list[int]:
     """The processes of a session that are alive; zombies are not."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            about = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+            state, _, _, session = about.split()[:4]
         except (OSError, ValueError):  # it has just ended
             continue
         if int(session) == leader and state not in "ZX":
-            found.append(int(path.parent.name))
+            found.append(pid)
     return found
 
 

@@ -133,7 +133,7 @@ def plant(case: Case, run: Path, victim: Path) -> str:
     return f"{name} is a link"
 
 
-def perform(case: Case, name: str, run: Path) -> Ended:
+def perform(case: Case, name: str, run: Path, limits: Limits = LIMITS) -> Ended:
     images = case.shared / "images"
     data: list[str | Path] = ["--data", images, "--hold-out", "0.2", "--random-inits", "1"]
     skip: list[str | Path] = ["--skip", run / "bad_files.jsonl"]
@@ -150,7 +150,7 @@ def perform(case: Case, name: str, run: Path) -> Ended:
             line = [*name.split(), run, *data, *skip]
         case _:
             line = [*name.split(), run]
-    return case.run(*line, limits=LIMITS)
+    return case.run(*line, limits=limits)
 
 
 def untouched(case: Case, victim: Path, before: State) -> bool:

@@ -46,7 +46,7 @@ Write = Callable[[Path], object]
 
 CANARY = hostile_weights.CANARY
 SECONDS = 20.0  # for a command, of processor time
-BUSY = 4  # times as long by the clock, since others may use the machine as well
+BUSY = 12  # times as long by the clock, since others may use the machine as well
 MEMORY = 10**9  # bytes beyond an idle process, at the peak of the largest process of a command
 LONGEST, LINES = 700, 40  # characters of a line, and lines: progress and warnings are some
 SCENES = "scenes:40:24"  # what the good run is trained on
@@ -122,6 +122,8 @@ CODES = {
 ALSO: dict[str, set[int]] = {
     "float8 in a decoder.safetensors": {0},
     "n" * 300 + ".pth": {2},
+    "é" * 200 + ".safetensors": {2},
+    "run with a million scenes": {7},
 }
 
 

@@ -44,13 +44,13 @@ PLANTED = [
     (lambda: subprocess.Popen(["sleep", "60"]) and 0, "left behind process"),
     (lambda: tempfile.mkdtemp() and 0, "left behind file"),
     (lambda: shared_memory(), "left behind shared memory torch_"),
-    (lambda: time.sleep(60), "took more than 2 s"),
+    (lambda: time.sleep(60), "took more than 5 s"),
     (lambda: len(bytearray(os.urandom(1)) * (600 << 20)) and time.sleep(1), "MiB"),
 ]
 
 def case(case):
     job, _ = PLANTED[case.number]
-    started = Started(job, case.folder / "command", Limits(seconds=2, memory=400 << 20))
+    started = Started(job, case.folder / "command", Limits(seconds=5, memory=400 << 20))
     case.judge(started.finish())
 
 from campaign import processes

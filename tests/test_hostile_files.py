@@ -66,7 +66,7 @@ def test_what_failed_once_costs_one_line(name: str, root: Path, commands: Comman
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_every_hostile_file_costs_every_command_one_line(
     kind: str, root: Path, commands: Commands
