@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import stability
 from stopmim.ablations.lines import Line, lines, metrics, random_init
 from stopmim.ablations.record import outcome_of
 from stopmim.ablations.report import costs, differences, health, numbers
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
+PAGES = ("docs/results.md", "docs/results-history.md")
 FIGURES = ROOT / "docs" / "figures"
 COLOURS = (*SERIES, BLOCKS[4], BLOCKS[2], BLOCKS[0], BLOCKS[1])
 NORMS = {"norm_A": "norm of A", "norm_mask_token": "norm of the mask token"}
@@ -78,6 +80,10 @@ def all_tables(root: Path = RESULTS) -> dict[str, str]:
             "_health": health(study.lines),
             "_cost": costs(study.lines),
         }
+        if study.name == stability.NAME:
+            runs = stability.grid(study.records, study.outcomes)
+            tables |= {"": stability.rates(runs), "_differences": stability.differences(runs)}
+            tables["_verdicts"] = stability.verdicts(runs)
         found |= {f"{study.name}{what}": markdown(rows) for what, rows in tables.items() if rows}
     return found
 
@@ -110,6 +116,9 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
             own = f"{study.name}.{line.name}"
             found |= {f"{own}.{k}": f"{v:{form}}" for k, (v, form) in ours.items() if v is not None}
         found |= {f"{study.name}.random init.{k}": f"{v:.1f}" for k, v in study.before.items()}
+        if study.name == stability.NAME:
+            told = stability.numbers(stability.grid(study.records, study.outcomes))
+            found |= {f"{study.name}.{key}": value for key, value in told.items()}
     return found
 
 
@@ -118,7 +127,7 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
 
 def all_figures(root: Path = RESULTS) -> dict[str, str]:
     """Name of a file in docs/figures to its SVG."""
-    draw = {"norms": norms, "accuracy": accuracy}
+    draw = {"norms": norms, "accuracy": accuracy, "grid": grid}
     return {
         f"results-{study.name}-{what}.svg": svg(draw[what](study), data(study, what))
         for study in studies(root)
@@ -127,17 +136,20 @@ def all_figures(root: Path = RESULTS) -> dict[str, str]:
 
 
 def figures(study: Study) -> list[str]:
-    """What is drawn: the figures that the page of results shows."""
-    page = (ROOT / "docs" / "results.md").read_text()
-    return [w for w in ("norms", "accuracy") if f"results-{study.name}-{w}.svg" in page]
+    """What is drawn: the figures that a page of results shows."""
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    return [w for w in ("norms", "accuracy", "grid") if f"results-{study.name}-{w}.svg" in text]
 
 
 def data(study: Study, what: str) -> str:
     """Equal for equal figures, whatever version of matplotlib draws them."""
-    shown = {
-        "norms": [[each["row"], points(each, key)] for key in NORMS for each in study.records],
-        "accuracy": [[line.name, line.values, study.before] for line in study.lines],
-    }[what]
+    shown: list[Any]
+    if what == "norms":
+        shown = [[each["row"], points(each, key)] for key in NORMS for each in study.records]
+    elif what == "accuracy":
+        shown = [[line.name, line.values, study.before] for line in study.lines]
+    else:
+        shown = stability.grid(study.records, study.outcomes)
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
@@ -209,6 +221,10 @@ def accuracy(study: Study) -> "Figure":
         axes.set_xlabel("percent; dotted: random init" if metric in study.before else "percent")
         _plain(axes, metric, "x")
     return picture
+
+
+def grid(study: Study) -> "Figure":
+    return stability.figure(stability.grid(study.records, study.outcomes))
 
 
 def _plain(axes: Any, title: str, grid: str) -> None:

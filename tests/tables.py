@@ -22,7 +22,9 @@ import placement
 import results
 from stopmim.ablations.page import page as paper_page
 from stopmim.ablations.paper import TABLES
+from stopmim.bench.accounting import Account, Tokens, account
 from stopmim.bench.growth import draw_growth
+from stopmim.bench.loader import GPUS, feeding
 from stopmim.bench.step import BATCH
 from stopmim.config.presets import IMAGENET, PRESETS
 from stopmim.config.schema import Config
@@ -82,9 +84,9 @@ def allowed(schema: dict[str, Any]) -> str:
     if "pattern" in schema:
         bounds.append(f"that ends in {schema['pattern'].strip('$').replace(chr(92), '')}")
     if schema["type"] == "array":
-        return (
-            "a number per channel" if schema["items"]["type"] == "number" else "a name per channel"
-        )
+        each = "number" if schema["items"]["type"] == "number" else "name"
+        several = f"{schema['minItems']} to {schema['maxItems']} {each}s"
+        return several if schema["minItems"] > 1 else f"a {each} per channel"
     kind = words.get(schema["type"], "`null`" if schema["type"] == "null" else "text")
     return " ".join([kind, " and ".join(bounds)]).strip()
 
@@ -196,6 +198,9 @@ def hours(preset: str) -> float:
 
 GROWTH_FIGURE = "growth.svg"
 ARCHES = ("vit_b16", "vit_l16", "vit_h14")
+# What was profiled, and with which config.
+PROFILED = {arch: f"{arch}_stop" for arch in ARCHES} | {"vit_s8": ROOT / "results/prototype.yaml"}
+BANDWIDTH = 4.8e12  # bytes per second, as NVIDIA states for an H200; used where no copy was timed
 RUNS = ("ablation_b16_stop", "vit_b16_stop", "vit_l16_stop", "vit_h14_stop")
 
 
@@ -203,6 +208,8 @@ def scale_tables() -> dict[str, str]:
     return {
         "cost": _cost(),
         "kernels": _kernels(),
+        "operations": _operations(),
+        "account": _account(),
         "growth": _growth(),
         "memory": _memory(),
         "network": _network(),
@@ -211,8 +218,12 @@ def scale_tables() -> dict[str, str]:
 
 
 def _name(one: Cost) -> str:
-    size, patch = re.fullmatch(r"vit_([a-z])(\d+)", one.arch).groups()  # type: ignore[union-attr]
-    return f"ViT-{size.upper()}/{patch}" + ("" if one.is_measured else " (not measured)")
+    return _network_name(one.arch) + ("" if one.is_measured else " (not measured)")
+
+
+def _network_name(arch: str) -> str:
+    size, patch = re.fullmatch(r"vit_([a-z])(\d+)", arch).groups()  # type: ignore[union-attr]
+    return f"ViT-{size.upper()}/{patch}"
 
 
 def _table(*rows: list[object]) -> str:
@@ -241,6 +252,45 @@ def _kernels() -> str:
     rows: list[list[object]] = [["what", "ms", "share"]]
     for kind, ms in sorted(spent.items(), key=lambda item: -item[1]):
         rows.append([kind, f"{ms:.1f}", f"{ms / step['ms']:.0%}"])
+    return _table(*rows)
+
+
+def _profiled(arch: str) -> tuple[dict[str, Any], dict[str, float], Account]:
+    """The step of a network that was profiled, its milliseconds by kind, and its account."""
+    found = measured(f"step_{arch}_nvidia-h200")
+    steps = [line for line in found if line["bench"] == "step"]
+    step = next((line for line in steps if line["masks"] == "published"), steps[0])
+    kinds = next(line for line in found if line["bench"] == "step kernels")
+    config = configure(PROFILED[arch], {"optim.batch_size": step["batch_size"]})
+    tokens = Tokens(step["context"], config.masking.targets, step["target"])
+    return step, kinds, account(config, tokens, 2)
+
+
+def _operations() -> str:
+    rows: list[list[object]] = [["network", "target encoder", "context encoder", "predictor"]]
+    rows[0] += ["all, GFLOP per image", "at the rate of a product, ms", "measured, ms"]
+    for arch in PROFILED:
+        step, _, found = _profiled(arch)
+        parts = {part: sum(works[part].flops for works in found.values()) for part in found["GELU"]}
+        total = sum(parts.values())
+        each = [f"{n / step['batch_size'] / 1e9:.1f}" for n in (*parts.values(), total)]
+        floor = total / step["matmul_tflops"] / 1e9
+        rows.append([_network_name(arch), *each, f"{floor:.1f}", f"{step['ms']:.1f}"])
+    return _table(*rows)
+
+
+def _account() -> str:
+    rows: list[list[object]] = [["network", "work", "TFLOP", "GB", "floor, ms", "measured, ms"]]
+    rows[0] += ["measured / floor"]
+    for arch in PROFILED:
+        step, kinds, found = _profiled(arch)
+        copied = 1e9 * step.get("copy_gb_per_s", BANDWIDTH / 1e9)
+        for kind, works in found.items():
+            flops, moved = (sum(getattr(w, x) for w in works.values()) for x in ("flops", "bytes"))
+            rates = 1e12 * step["matmul_tflops"], copied
+            floor = 1e3 * sum(work.seconds(*rates) for work in works.values())
+            rows.append([_network_name(arch), kind, f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}"])
+            rows[-1] += [f"{floor:.1f}", f"{kinds[kind]:.1f}", f"{kinds[kind] / floor:.2f}"]
     return _table(*rows)
 
 
@@ -296,11 +346,15 @@ def _feeding() -> str:
     one_core += [rate["loader, workers 1"], rate["loader, packed at 256 px"]]
     rows: list[list[object]] = [["", "images/s", "MB/s from disk", "on 8 GPUs, GB/s"]]
     rows[0] += ["simplejpeg alone", "Pillow alone", "a worker process", "packed at 256 px"]
+    rows[0] += ["cores for 1 GPU", f"for {GPUS} GPUs"]
     rows.append(["one core reads", "", "", "", *(f"{each:.0f} images/s" for each in one_core)])
+    rows[-1] += ["", ""]
     for one in map(cost, ARCHES):
         disk = one.rate * about["kilobytes"] / 1e3
         rows.append([_name(one), f"{one.rate:,.0f}", f"{disk:.0f}", f"{8 * disk / 1e3:.1f}"])
         rows[-1] += [f"{one.rate / each:.1f} cores" for each in one_core]
+        needed = feeding(one.arch, one.rate, rate["loader, workers 1"])
+        rows[-1] += [needed["cores"], needed[f"cores_for_{GPUS}_gpus"]]
     return _table(*rows)
 
 
@@ -334,8 +388,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/configure.md": config_tables,
     "docs/scale.md": scale_tables,
     "docs/faithfulness.md": placement.tables,
-    "docs/results.md": results.all_tables,
-    "README.md": results.all_tables,
+    **dict.fromkeys([*results.PAGES, "README.md"], results.all_tables),
 }
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 _NUMBER = re.compile(r"(<!-- number: (.*?) -->).*?(<!-- end -->)", re.S)

@@ -38,10 +38,12 @@ def test_the_tables_of_a_page_are_not_stale(page: str) -> None:
     assert tables.page(page) == (tables.ROOT / page).read_text(), "run `make tables`"
 
 
-def test_the_page_of_results_has_every_study_and_no_number_that_was_typed() -> None:
-    text = (tables.DOCS / "results.md").read_text()
-    assert not results.typed_decimals(text), "as <!-- number: NAME --><!-- end -->, `make tables`"
-    shown = {name.split("_health")[0] for name in tables.names("docs/results.md")}
+def test_the_pages_of_results_have_every_study_and_no_number_that_was_typed() -> None:
+    shown = set()
+    for page in results.PAGES:
+        typed = results.typed_decimals((tables.ROOT / page).read_text())
+        assert not typed, f"{page}: as <!-- number: NAME --><!-- end -->, `make tables`"
+        shown |= {name.split("_health")[0] for name in tables.names(page)}
     assert {study.name for study in results.studies()} <= shown
 
 
@@ -86,6 +88,29 @@ def test_the_command_above_a_table_gives_the_configs_of_its_records(study: resul
         ours = configure(base, rows[one["row"]].of(base) | {"seed": one["seed"]})
         tree = ours.model_dump(mode="json", exclude={"runtime"})
         assert {key: _now(one["config"])[key] for key in tree} == tree, one["row"]
+
+
+SPEED = {"photos_s16": 6450, "small_images": 13400}  # images/s of an H200, batches of 64
+IMAGES = {"imagenette.npz": 9469, "imagenette_held.npz": 7570, "tiny100.npz": 50_000}
+OPEN = re.findall(
+    r"\| (\d+) \| (\d+)(?: \(\d+\))? \| `(.*)` \|", (results.RESULTS / "README.md").read_text()
+)
+
+
+@pytest.mark.parametrize(("runs", "minutes", "command"), OPEN, ids=[one[2][24:44] for one in OPEN])
+def test_the_cost_of_an_open_table_follows_from_its_rows(
+    runs: str, minutes: str, command: str
+) -> None:
+    file = tables.ROOT / command.split()[2]
+    above = re.findall(r"^# (.*)$", file.read_text(), re.M)
+    assert " ".join(line.strip() for line in above) == command
+    options = dict(re.findall(r"--(\S+) (\S+)", command))
+    shared = {key: parse_yaml(value, key) for key, value in options.items() if "." in key}
+    base, seeds = configure(options["preset"], shared), int(options.get("seeds", "1"))
+    epochs = [configure(base, row.of(base)).optim.epochs for row in read_table(file).rows]
+    assert int(runs) == len(epochs) * seeds
+    images = sum(epochs) * seeds * IMAGES[options["data"]]
+    assert int(minutes) == round(images / SPEED[options["preset"]] / 60)
 
 
 def _now(config: dict[str, Any]) -> dict[str, Any]:
