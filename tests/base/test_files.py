@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 
@@ -156,7 +157,6 @@ def _umask() -> int:
 
 
 def test_only_the_leftovers_of_dead_processes_are_swept(tmp_path: Path) -> None:
-    (tmp_path / ".new-dead").write_text("half")
     begun, end = threading.Event(), threading.Event()
 
     def slowly() -> None:
@@ -168,12 +168,41 @@ def test_only_the_leftovers_of_dead_processes_are_swept(tmp_path: Path) -> None:
     writer = threading.Thread(target=slowly)
     writer.start()
     assert begun.wait(20)
+    (tmp_path / ".new-dead").write_text("half")
     assert [path.name for path in leftovers(tmp_path)] == [".new-dead"]
     sweep(tmp_path)
     end.set()
     writer.join()
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "whole"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path, folder: bool) -> None:
+    if (child := os.fork()) == 0:
+        with replaced(tmp_path / "out", folder=folder) as temporary:
+            (temporary / "weights" if folder else temporary).write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [path.name.startswith(".new-") for path in tmp_path.iterdir()] == [True]
+    write_whole(tmp_path / "other", "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_processes_that_write_into_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    children = []
+    for number in range(4):
+        if (child := os.fork()) == 0:
+            try:
+                for _ in range(1000):
+                    with replaced(tmp_path / f"{number}.txt") as temporary:
+                        temporary.write_text("whole")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i}.txt" for i in range(4)]
 
 
 def test_a_folder_of_a_run_is_no_link(tmp_path: Path) -> None:

@@ -218,29 +218,42 @@ def _opened(path: str | bytes | Path, limit: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yields a new file beside `path` to write to, which then takes its place.
+def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Yields a new file beside `path` to write to, or a new folder, which then takes its place.
 
     A reader, or a crash, sees the old content or the new. If `path` is a link, it is replaced, not
-    followed, and nobody can have prepared a link of the temporary name.
+    followed, and nobody can have prepared a link of the temporary name. What killed processes have
+    left beside it is removed. A folder takes the place of nothing, or of an empty one.
     """
-    suffix = path.suffix if len(path.suffix) < 16 else ""  # writers go by it
-    temporary = path.with_name(f"{NEW}{secrets.token_hex(8)}{suffix}")
     try:
-        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        sweep(path.parent)
+        handle, temporary = _beside(path, folder)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see `sweep`
             yield temporary
             os.replace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            remove(temporary)
             raise
         finally:
             os.close(handle)
     except OSError as error:
         raise StorageError(f"{path}: cannot write: {error.strerror or error}") from None
+
+
+def _beside(path: Path, folder: bool) -> tuple[int, Path]:
+    """Makes a file or folder beside `path`, locked while its descriptor is open: see `sweep`."""
+    suffix = path.suffix if len(path.suffix) < 16 else ""  # writers go by it
+    while True:
+        temporary = path.with_name(f"{NEW}{secrets.token_hex(8)}{suffix}")
+        if folder:
+            temporary.mkdir(parents=True)
+        flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        handle = os.open(temporary, flags | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if temporary.exists():
+            return handle, temporary
+        os.close(handle)  # another process swept it before it was locked
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
@@ -250,36 +263,35 @@ def write_whole(path: Path, text: str | bytes) -> None:
         sync(temporary)
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """Temporary files that a killed process has left: nobody holds their locks."""
-    found = []
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Temporary files and folders of killed processes: nobody but this generator locks them."""
     for path in folder.glob(f"{NEW}*"):
-        with contextlib.suppress(OSError, StorageError):
-            handle = open_regular(path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a pipe is not waited for, nor a link followed
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(path, flags)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.append(path)
+                yield path
             finally:
                 os.close(handle)
-    return found
 
 
 def sweep(folder: Path) -> None:
-    """Removes the temporary files that killed processes have left in `folder`."""
+    """Removes what killed processes have left in `folder`."""
     for path in leftovers(folder):
-        path.unlink(missing_ok=True)
+        remove(path)
 
 
-def remove_folder(path: Path) -> None:
-    """Removes a folder, or a link to one, as far as that is possible.
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder, as far as that is possible.
 
-    A hostile one may be nested too deep.
+    A hostile folder may be nested too deep.
     """
     with contextlib.suppress(OSError, RecursionError):
-        if path.is_symlink():
-            path.unlink()
-        else:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def own_folder(path: Path) -> Path:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import open_to_read, read_regular, remove_folder
+from stopmim.base.files import open_to_read, read_regular, remove
 from stopmim.base.memory import is_out_of_memory
 from stopmim.base.sandbox import BYTES, read_tree
 from stopmim.config.schema import Config
@@ -59,14 +59,14 @@ def prune(newest: Path, keep: int) -> None:
         if not old.is_symlink():
             with contextlib.suppress(OSError):
                 old = old.rename(old.with_name(f"{TEMPORARY}{uuid4().hex}"))
-            remove_folder(old)
+            remove(old)
         faultpoint("save.pruned")
 
 
 def sweep(run: Path) -> None:
     """Removes the leftovers of interrupted saves."""
     for path in (run / "checkpoints").glob(f"{TEMPORARY}*"):
-        remove_folder(path)
+        remove(path)
 
 
 def latest(run: Path) -> tuple[Path | None, list[str]]:

@@ -21,7 +21,7 @@ from stopmim.base.files import (
     open_regular,
     own_folder,
     parse_jsonl,
-    remove_folder,
+    remove,
     write_whole,
 )
 from stopmim.runs import checkpoint, shards
@@ -82,10 +82,7 @@ class Repair:
         halves = [*folders, *leftovers(self.path), *old]
         for path in halves:
             if not self.dry_run:
-                if path.is_dir():
-                    remove_folder(path)
-                else:
-                    path.unlink(missing_ok=True)
+                remove(path)
             if path.exists() and not self.dry_run:
                 self.aside(path, "cannot be removed")
             else:

@@ -25,7 +25,7 @@ from stopmim._version import __version__
 from stopmim.base.console import warn
 from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import remove_folder, sync, write_whole
+from stopmim.base.files import remove, sync, write_whole
 from stopmim.config.schema import Config
 from stopmim.gpu.copies import cloned, has_room, on_host
 from stopmim.gpu.sharding import is_sharded
@@ -244,7 +244,7 @@ class Saver:
                 sync(path)
             self._place(run, temporary, folder / f"step-{step:08d}")
         except BaseException:
-            remove_folder(temporary)
+            remove(temporary)
             raise
         faultpoint("save.renamed")
         prune(folder / f"step-{step:08d}", self.config.runtime.keep)
@@ -257,7 +257,7 @@ class Saver:
             raise OSError(errno.ESTALE, "the run directory is not the one that it was")
         if final.exists() or final.is_symlink():  # damaged, or the run would have resumed from it
             os.rename(final, aside := final.with_name(f"{TEMPORARY}{uuid4().hex}"))
-            remove_folder(aside)
+            remove(aside)
         os.rename(temporary, final)
         faultpoint("save.moved")
         sync(final.parent)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import remove_folder
+from stopmim.base.files import remove
 from stopmim.gpu.sharding import is_sharded
 
 State = dict[str, Tensor]
@@ -87,7 +87,7 @@ def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
 
 def sweep(run: Path) -> None:
     """Removes the leftovers of an interrupted save."""
-    remove_folder(run / "checkpoints" / STAGING)
+    remove(run / "checkpoints" / STAGING)
 
 
 def read(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stopmim.base.errors import UserError
-from stopmim.base.files import own_folder, remove_folder
+from stopmim.base.files import own_folder, remove
 from stopmim.runs.run import Run
 
 Kind = Literal["none", "tensorboard", "wandb"]
@@ -72,7 +72,7 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
     # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
     for old in own_folder(path / "wandb").glob(f"offline-run-*-{name}"):
-        remove_folder(old)
+        remove(old)
     settings = wandb.Settings(
         mode="offline",
         silent=True,

@@ -3,19 +3,16 @@
 An export is a folder with the weights and a README.md, written whole or not at all.
 """
 
-import os
-import shutil
 from pathlib import Path
-from uuid import uuid4
 
 from stopmim.base.console import say
 from stopmim.base.errors import (
     CheckpointError,
     NonFiniteError,
-    StorageError,
     UserError,
     did_you_mean,
 )
+from stopmim.base.files import replaced
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs.checkpoint import not_finite
 from stopmim.weights import load
@@ -67,19 +64,12 @@ def export(
     if key := not_finite(whole.state_dict()):
         raise NonFiniteError(f"{path}: {key} has values that are not finite; nothing was written")
     text = card(target, contents, encoder, branch)
-    temporary = out.with_name(f".{out.name}-{uuid4().hex}")
-    try:
-        temporary.mkdir(parents=True)
+    with replaced(out, folder=True) as temporary:
         target.write(contents, encoder, temporary)
         # A path in it need not be text.
         (temporary / "README.md").write_text(text, "utf-8", "backslashreplace")
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors makes its files 0600
-        os.replace(temporary, out)  # onto an empty folder, if it is there
-    except OSError as error:
-        raise StorageError(f"{out}: cannot write: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     if repo:
         say(f"pushed to {push(hub, out, repo)}")
     return out
