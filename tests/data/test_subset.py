@@ -12,7 +12,7 @@ from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.folder import Folder
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.scenes import Scenes
-from stopmim.data.subset import Subset, find_named, split_by_class, underlying
+from stopmim.data.subset import Subset, check_named, find_named, split_by_class, underlying
 from stopmim.evals.inputs import choose_labels, open_encoder
 from stopmim.evals.views import middle
 from tiny import write_folder, write_parts
@@ -58,6 +58,8 @@ class Named(Arrays):
         ("cat/7.png dog/7.png", "./dog/7.png train/cat/7.png", "cat/7.png dog/7.png"),
         ("cat/7.png dog/7.png", "dog/7", "dog/7.png"),
         ("7.png dog/7.png", "7.png", "7.png"),
+        ("a/7.png.jpg a/7.png", "a/7.png 7.png", "a/7.png"),
+        ("a/7.png a/7", "a/7", "a/7"),
         ("a/cat/7.png cat/7.png", "cat/7.png", "cat/7.png"),
         ("1.tar/cat/7.png 2.tar/dog/7.png", "dog/7.png", "2.tar/dog/7.png"),
         # Unique base names, wherever the images are.
@@ -97,6 +99,21 @@ def test_a_list_that_is_ambiguous_or_names_others_is_refused(
     file.write_text("\n".join(listed.split()))
     with pytest.raises(DataError, match=rf"^[^\n]*few.txt: [^\n]*{said}"):
         find_named(Named(*names.split()), file)
+
+
+def test_images_of_another_folder_than_the_one_in_the_list_are_mentioned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, file = Named("cat/c0.png", "fox/0.png", "fox/1.png"), tmp_path / "few.txt"
+    images.labels = {"class": np.array([0, 1, 1])}
+    file.write_text("train/cat/c0.png\n0.png\nfox/1.png\n")
+    check_named(images, file, ["class"])
+    assert capsys.readouterr().err == ""
+    file.write_text("cat/c0.png\ndog/0.png\ndog/1.png\n")
+    check_named(images, file, ["class"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 of its 3 images were found in another folder" in said
+    assert "such as dog/0.png as fox/0.png" in said
 
 
 def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_regular
 from stopmim.base.random_keys import numpy_generator
@@ -140,13 +141,18 @@ def find_named(images: Images, file: Path) -> list[int]:
     The published list of 1 % of ImageNet (``1percent.txt`` of SimCLR, MSN and StoP) has 12,811 base
     names, such as ``n04235860_14959.JPEG``. Extensions may be left out.
     """
+    return sorted(set(_find_each(images, file).values()))
+
+
+def _find_each(images: Images, file: Path) -> dict[str, int]:
+    """The image of every name in `file`."""
     listed = _read_names(file)
     names = _Names(images, {_base(name) for name in listed})
-    found, missing = set[int](), list[str]()
+    found, missing = dict[str, int](), list[str]()
     for name in listed:
         match names.find(name):
             case [i]:
-                found.add(i)
+                found[name] = i
             case []:
                 missing.append(name)
             case [i, j, *_]:
@@ -156,12 +162,21 @@ def find_named(images: Images, file: Path) -> list[int]:
         others = f" and {len(missing) - 1} more" if missing[1:] else ""
         which = f"not among the {len(images)} training images: {missing[0]}{others}"
         raise DataError(f"{file}: {which}")
-    return sorted(found)
+    return found
 
 
 def check_named(images: Images, file: Path, labels: Sequence[str]) -> None:
-    """Raises DataError unless `file` names images, of two classes or more for each of `labels`."""
-    index = find_named(images, file)
+    """Raises DataError unless `file` names images, of two classes or more for each of `labels`.
+
+    Warns of images that are in another folder than the one in the list, which may be its class.
+    """
+    found = _find_each(images, file)
+    index = sorted(set(found.values()))
+    folders = {name: {_folder(name), _folder(images.name(i))} for name, i in found.items()}
+    if moved := [name for name, both in folders.items() if len(both - {""}) > 1]:
+        what = f"{len(moved)} of its {len(found)} images were found in another folder by their base"
+        example = f"{moved[0]} as {images.name(found[moved[0]])}"
+        warn(f"{file}: {what} names, such as {example}; check that their classes are right")
     for label in labels:
         if len(np.unique(images.labels[label][index])) < 2:
             raise DataError(f"{file}: its {len(index)} images have one {label}: nothing to fit")
@@ -183,6 +198,7 @@ class _Names:
     """Images by path and by base name, with and without extension; only those of `bases`."""
 
     def __init__(self, images: Images, bases: set[str]) -> None:
+        self.images = images
         self.folders = set[str]()  # that hold images
         self.by_path = defaultdict[str, list[int]](list)
         self.by_base = defaultdict[str, list[tuple[str, int]]](list)  # paths and images
@@ -203,14 +219,24 @@ class _Names:
         end = name
         while end:
             if end in self.by_path:
-                return self.by_path[end]
+                return self._exact(self.by_path[end], end)
             if (folder := end.rpartition("/")[0]) and folder in self.folders:
                 return []
             end = end.partition("/")[2]
         alike = self.by_base[_base(name)]
         # Sources put something in front as well, such as the name of a shard.
-        return [i for path, i in alike if path.endswith(f"/{name}")] or [i for _, i in alike]
+        found = [i for path, i in alike if path.endswith(f"/{name}")] or [i for _, i in alike]
+        return self._exact(found, _base(name))
+
+    def _exact(self, found: list[int], name: str) -> list[int]:
+        """Those of `found` that have this extension, if any do: a.png is not a.png.jpg."""
+        return [i for i in found if self.images.name(i).endswith(name)] or found
 
 
 def _base(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def _folder(path: str) -> str:
+    """Name of the folder that `path` is in, "" if it says none."""
+    return _base(path.rpartition("/")[0])
