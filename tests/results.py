@@ -21,7 +21,7 @@ from stopmim.ablations.report import costs, differences, health, numbers
 from stopmim.ablations.table import Row, Table
 from stopmim.ablations.trial import Outcome
 from stopmim.base.tables import markdown
-from stopmim.evals.results import over_seeds
+from stopmim.evals.results import over_seeds, paired
 from stopmim.insight.figures.pictures import BLOCKS, INK, SERIES, house_style
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
                 ("rank", ".1f", line.estimate("RankMe")),
             ):
                 ours[key] = value and value.mean, form
+            loss = ending(study, line.name)
+            ours["loss"] = over_seeds(list(loss.values())).mean, ".4f"
+            if less := paired(loss, ending(study, study.table.baseline)):
+                ours["loss.difference"] = less.mean, "+.4f"
+                ours["loss.difference.half"] = less.half, ".4f"
             timed = [run.seconds / 60 for run in line.runs if run.seconds]
             ours["minutes"] = over_seeds(timed).mean if timed else None, ".1f"
             ours["updates"] = line.runs[0].updates, ",d"
@@ -119,6 +124,16 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
         if study.name == stability.NAME:
             told = stability.numbers(stability.grid(study.records, study.outcomes))
             found |= {f"{study.name}.{key}": value for key, value in told.items()}
+    return found
+
+
+def ending(study: Study, row: str) -> dict[int, float]:
+    """By seed, the mean loss in the last quarter of the training curve."""
+    found = {}
+    for one in study.records:
+        logged = [line["loss"] for line in one["curve"] if line["step"] > 0.75 * one["updates"]]
+        if one["row"] == row and logged:
+            found[one["seed"]] = sum(logged) / len(logged)
     return found
 
 

@@ -103,6 +103,17 @@ def test_bytes_of_one_block_each_are_those_of_a_count_by_hand(
     assert moved("matrix products") == [2 * n for n in (teacher, student, read)]
 
 
+def test_a_residual_stream_in_half_precision_moves_half_of_its_bytes() -> None:
+    """Twice forward (read, written) and four times backward, at 3 norms of 5 tokens of 96."""
+    tokens, depth = Tokens(5, 2, 3), SIZES["micro"].depth
+    configs = [configure("tiny_cpu", {"runtime.residual": stream}) for stream in ("fp32", "half")]
+    kept = [account(config, tokens, 2)["norms, residuals, sums"] for config in configs]
+    saved = [kept[0][part].bytes - kept[1][part].bytes for part in PARTS]
+    batch, width = configure("tiny_cpu").optim.batch_size, SIZES["micro"].width
+    assert saved[1] == batch * 2 * (2 + 4) * (2 * depth + 1) * 5 * width
+    assert saved[0] == batch * 2 * 2 * (2 * depth + 1) * 64 * width
+
+
 def test_parts_of_a_batch_read_the_weights_again_and_update_them_once() -> None:
     changes = {"optim.batch_size": 8}
     one, four = (

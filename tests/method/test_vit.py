@@ -324,7 +324,7 @@ def test_fused_kernels_without_a_gpu_are_the_usual_ones() -> None:
     torch.manual_seed(0)
     encoder, images = VisionTransformer(16, 4, 24, 2, 2), torch.randn(2, 3, 16, 16)
     usual = encoder(images)
-    encoder.kernels = "fused"
+    encoder.way = blocks.Way(fused=True)
     assert torch.equal(encoder(images), usual)
     with torch.autocast("cpu", torch.bfloat16):  # which on a GPU is enough
         assert encoder(images).dtype == torch.float32
@@ -362,8 +362,27 @@ def test_recomputing_activations_changes_no_gradient() -> None:
     torch.manual_seed(0)
     encoder, images = VisionTransformer(16, 4, 24, 2, 2), torch.randn(2, 3, 16, 16)
     gradients = []
-    for encoder.recompute in (False, True):
+    for recompute in (False, True):
+        encoder.way = blocks.Way(recompute=recompute)
         encoder.zero_grad()
         encoder(images).square().sum().backward()
         gradients.append([p.grad for p in encoder.parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_a_residual_stream_in_half_precision_differs_by_rounding() -> None:
+    torch.manual_seed(0)
+    encoder, images = VisionTransformer(16, 4, 24, 4, 2), torch.randn(2, 3, 16, 16)
+    exact = encoder(images)
+    streams = list[torch.dtype]()
+    encoder.blocks[1].register_forward_hook(lambda _, inputs, x: streams.append(x.dtype))
+    encoder.way = blocks.Way(half=True)
+    assert torch.equal(encoder(images), exact)  # without autocast everything is float32
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = encoder(images)
+        encoder.way = blocks.Way()
+        usual = encoder(images)
+    assert streams == [torch.float32, torch.bfloat16, torch.float32]
+    assert rounded.dtype == usual.dtype == torch.float32
+    errors = [float((x - exact).detach().square().mean().sqrt()) for x in (usual, rounded)]
+    assert 0 < errors[0] < errors[1] < 0.02  # bfloat16 has eight bits

@@ -5,8 +5,8 @@ time that no kernel can beat. Bytes are counted for the work as it is divided in
 reads its inputs once and writes its outputs once. Work that is fused further moves fewer.
 
 Shapes: N tokens enter a block, Q of them leave it, D width, H hidden width of the MLP. `a` is the
-size of an activation in bytes, 2 under autocast; the residual stream, weights, gradients and
-moments are float32.
+size of an activation in bytes, 2 under autocast; weights, gradients and moments are float32, and so
+is the residual stream unless `runtime.residual` is half.
 """
 
 from collections.abc import Iterator
@@ -64,11 +64,12 @@ def account(config: Config, tokens: Tokens, a: int) -> Account:
     with torch.device("meta"):  # shapes only: a ViT-H takes no memory
         model = build(config)
     batch, parts = config.optim.batch_size, config.runtime.accumulate
+    stream = a if config.runtime.residual == "half" else FULL
     found: Account = {kind: {} for kind in KINDS}
     for tower in _towers(model, tokens, a):
         # Weights are read, and their gradients written, once for every part of a batch.
         products = _products(tower, a).times(batch) + _weights(tower, a).times(parts)
-        norms = _norms(tower, a).times(batch) + _casts(tower, a).times(parts)
+        norms = _norms(tower, a, stream).times(batch) + _casts(tower, a).times(parts)
         found[PRODUCTS][tower.part] = products
         found[ATTENTION][tower.part] = _attention(tower, a).times(batch)
         found[NORMS][tower.part] = norms
@@ -211,7 +212,7 @@ def _attention(tower: Tower, a: int) -> Work:
     return Work(flops, moved).times(tower.sequences)
 
 
-def _norms(tower: Tower, a: int) -> Work:
+def _norms(tower: Tower, a: int, stream: int) -> Work:
     """LayerNorms, each with the addition to the residual stream before it, and sums of gradients.
 
     Forward reads the stream and what a branch adds, and writes the sum and its norm. Backward reads
@@ -220,10 +221,10 @@ def _norms(tower: Tower, a: int) -> Work:
     """
     (*_, (_, last)) = tower.blocks
     normed = sum(n + q for n, q in tower.blocks) + last  # norm1, norm2, and the final one
-    each = 2 * FULL + 2 * a
+    each = 2 * stream + 2 * a
     if tower.trained:
-        each += 3 * FULL + 2 * a
-        each += FULL + a  # gradients of scale and shift: the stream and the gradient once more
+        each += 3 * stream + 2 * a
+        each += stream + a  # gradients of scale and shift: the stream and the gradient once more
     moved = normed * tower.sequences * tower.width * each + tower.other
     if tower.trained:  # gradients of biases: that of the output of every layer is read once more
         moved += sum(a * layer.tokens * layer.outputs for layer in _layers(tower))

@@ -139,6 +139,8 @@ class RuntimeConfig(Section):
     """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
     kernels: Literal["usual", "fused"] = "usual"
     """fused: norms with residual additions, attention by blocks; in half precision on a GPU"""
+    residual: Literal["fp32", "half"] = "fp32"
+    """half: the residual stream is as precise as the layers, with bf16 or fp16; norms stay fp32"""
     accumulate: int = Field(default=1, ge=1, le=10**6)
     """parts a batch is split into, over all GPUs: 8 means 8 on one GPU, 1 on each of 8"""
     on_oom: Literal["stop", "halve"] = "stop"

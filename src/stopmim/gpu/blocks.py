@@ -2,12 +2,12 @@
 
 Fused, a residual addition and the norm after it are one kernel (`kernels/norm.py`), and attention
 goes backward by blocks (`kernels/blockwise.py`). The numbers are the same but for rounding. This is
-the only place that chooses.
+the only place that chooses, and that decides how precise the residual stream is.
 """
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,37 +15,48 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stopmim.base.console import warn
+from stopmim.config.schema import RuntimeConfig
 from stopmim.gpu.attention import HAVE_TRITON, attend, gelu, is_short
 from stopmim.gpu.sharding import is_sharded
 
-Kernels = Literal["usual", "fused"]
 WIDEST = 4096  # channels of a token that one program can hold
 BY_BLOCKS = 64  # tokens; the usual kernel spills no registers up to here
 
 
+class Way(NamedTuple):
+    """How blocks are computed, which changes their numbers by rounding alone."""
+
+    recompute: bool = False  # stores only block inputs and recomputes the rest in backward
+    fused: bool = False  # fused kernels, where they fit
+    half: bool = False  # under autocast, a residual stream as precise as the layers
+
+
+USUAL = Way()
+
+
+def way_of(runtime: RuntimeConfig) -> Way:
+    fused, half = runtime.kernels == "fused", runtime.residual == "half"
+    return Way(runtime.recompute == "on", fused, half)
+
+
 def through(
-    blocks: Iterable[nn.Module],
-    x: Tensor,
-    norm: nn.Module,
-    first: int = 0,
-    *,
-    recompute: bool = False,
-    kernels: Kernels = "usual",
+    blocks: Iterable[nn.Module], x: Tensor, norm: nn.Module, way: Way = USUAL, first: int = 0
 ) -> Tensor:
     """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D).
 
-    The last block skips tokens before `first`, which nobody reads. `recompute` stores only block
-    inputs and recomputes the rest in backward.
+    The last block skips tokens before `first`, which nobody reads.
     """
     *before, last = blocks
-    recompute = recompute and torch.is_grad_enabled()
-    if kernels == "fused" and not recompute and _fits(x, norm):
+    recompute = way.recompute and torch.is_grad_enabled()
+    if way.half and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if way.fused and not recompute and _fits(x, norm):
         return fused([*before, last], x, norm, first)
     for block in before:
         x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    if recompute and not first:
-        return norm(checkpoint(last, x, use_reentrant=False))
-    return norm(last(x, first))
+    again = recompute and not first
+    x = checkpoint(last, x, use_reentrant=False) if again else last(x, first)
+    return norm(x.float() if way.half else x)  # on a GPU, autocast does the same
 
 
 def fused(blocks: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
@@ -89,7 +100,8 @@ def _fits(x: Tensor, norm: nn.Module) -> bool:
     """Whether fused kernels can be used; elsewhere the usual ones are, and give the same."""
     half = x.is_cuda and torch.is_autocast_enabled("cuda")
     sharded = any(is_sharded(p) for p in norm.parameters())
-    return HAVE_TRITON and half and not sharded and x.shape[-1] <= WIDEST
+    fits = isinstance(norm, nn.LayerNorm) and x.shape[-1] <= WIDEST
+    return HAVE_TRITON and half and fits and not sharded
 
 
 @cache  # once per process

@@ -16,6 +16,7 @@ from stopmim.config.architectures import parse_arch
 from stopmim.config.presets import PRESETS, find_config
 from stopmim.config.schema import Config, override, resolve
 from stopmim.config.yaml_text import to_yaml
+from stopmim.gpu.blocks import way_of
 from stopmim.method.encoder import INITIALISERS, VisionTransformer
 from stopmim.method.masks import Masks, MaskSampler, MultiBlock, RandomPatches, ReleasedMultiBlock
 from stopmim.method.model import Features, HalfResolution, MaskedImageModel, Pixels, Target
@@ -85,8 +86,7 @@ def build(config: Config) -> MaskedImageModel:
             encoder.start = target.start
             for part in (encoder, predictor):
                 part.apply(INITIALISERS[target.start])
-    encoder.recompute = predictor.recompute = config.runtime.recompute == "on"
-    encoder.kernels = predictor.kernels = config.runtime.kernels
+    encoder.way = predictor.way = way_of(config.runtime)
     return MaskedImageModel(encoder, predictor, target)
 
 

@@ -6,7 +6,6 @@ Shapes: B images, N patches of an image, K of them kept, D width.
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Literal, Protocol
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from stopmim.base.pictures import Pictures, as_input, no_transform
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import attend, gelu
-from stopmim.gpu.blocks import Kernels, through
+from stopmim.gpu.blocks import USUAL, through
 from stopmim.method.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
@@ -145,8 +144,7 @@ class VisionTransformer(nn.Module):
 
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
     cls_token: nn.Parameter | None  # (1, 1, D)
-    recompute = False  # activation checkpointing: less memory, a third more time
-    kernels: Kernels = "usual"  # or fused ones: see gpu/blocks.py
+    way = USUAL  # through its blocks
     start: Start = "jepa"  # how its weights were initialised, to make an untrained twin
 
     def __init__(
@@ -236,12 +234,12 @@ class VisionTransformer(nn.Module):
         several `layers`, evenly spaced in depth: the last one as always, others not normed.
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
-        blocks, walk = list(self.blocks), partial(through, recompute=self.recompute)
-        starts, found = [len(blocks) * i // layers for i in range(layers)], []
+        blocks, found = list(self.blocks), []
+        starts = [len(blocks) * i // layers for i in range(layers)]
         for start, stop in pairwise(starts):
-            found.append(x := walk(blocks[start:stop], x, nn.Identity()))
+            found.append(x := through(blocks[start:stop], x, nn.Identity(), self.way))
         # The blocks that remain, by default all, and the final norm: s_i, (B, K, D)
-        x = walk(blocks[starts[-1] :], x, self.norm, kernels=self.kernels)
+        x = through(blocks[starts[-1] :], x, self.norm, self.way)
         x = torch.cat([*found, x], dim=-1) if found else x
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 

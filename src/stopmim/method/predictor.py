@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.gpu.blocks import Kernels, through
+from stopmim.gpu.blocks import USUAL, through
 from stopmim.method.encoder import EPS, Block, initialise
 from stopmim.method.positions import Positions, Tokens
 
@@ -41,8 +41,7 @@ class Predictor(nn.Module):
         outputs: T; the encoder width by default.
     """
 
-    recompute = False  # as VisionTransformer.recompute
-    kernels: Kernels = "usual"
+    way = USUAL  # through its blocks
 
     def __init__(
         self,
@@ -133,8 +132,7 @@ class Predictor(nn.Module):
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
         # All blocks and the norm; the last block skips tokens that nobody reads: (M * B, K, P)
         to, first = self.predictor_norm, placeless if visible else c.shape[1]
-        options: Any = {"recompute": self.recompute, "kernels": self.kernels}
-        x = self.predictor_proj(through(self.predictor_blocks, x, to, first, **options))
+        x = self.predictor_proj(through(self.predictor_blocks, x, to, self.way, first))
         return x.unflatten(0, (blocks, batch))  # (M, B, K, T)
 
     def _check(self, noise: Noise) -> None:
