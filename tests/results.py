@@ -109,8 +109,8 @@ def all_numbers(root: Path = RESULTS) -> dict[str, str]:
                 ("rank", ".1f", line.estimate("RankMe")),
             ):
                 ours[key] = value and value.mean, form
-            loss = ending(study, line.name)
-            ours["loss"] = over_seeds(list(loss.values())).mean, ".4f"
+            if loss := ending(study, line.name):
+                ours["loss"] = over_seeds(list(loss.values())).mean, ".4f"
             if less := paired(loss, ending(study, study.table.baseline)):
                 ours["loss.difference"] = less.mean, "+.4f"
                 ours["loss.difference.half"] = less.half, ".4f"
@@ -131,7 +131,8 @@ def ending(study: Study, row: str) -> dict[int, float]:
     """By seed, the mean loss in the last quarter of the training curve."""
     found = {}
     for one in study.records:
-        logged = [line["loss"] for line in one["curve"] if line["step"] > 0.75 * one["updates"]]
+        late = [line for line in one["curve"] if line["step"] > 0.75 * one["updates"]]
+        logged = [line["loss"] for line in late if "loss" in line]
         if one["row"] == row and logged:
             found[one["seed"]] = sum(logged) / len(logged)
     return found
