@@ -114,6 +114,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("pretrain scenes:0 --out {tmp}/run", 2, "expected scenes[:count"),
         ("pretrain scenes:x:y --out {tmp}/run", 2, "expected scenes[:count"),
         ("pretrain scenes:8:24:x --out {tmp}/run", 2, "expected scenes[:count"),
+        (f"pretrain scenes:8:24:{'9' * 5000} --out {{tmp}}/run", 2, "expected scenes[:count"),
         ("eval knn random:vit_micro8@24 --seed -1", 2, "--seed -1: expected 0 or more"),
         ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),

@@ -1,6 +1,7 @@
 """Rendered scenes: embedded data with exact labels and no download, as pictures or in 12 bands."""
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
@@ -103,7 +104,8 @@ def _noise(key: int, n: int) -> np.ndarray:
 def parse_scenes(text: str, default: tuple[int, int, int] = DEFAULT) -> tuple[int, int, int]:
     """Count, size and seed of ``scenes[:count[:size[:seed]]]``, without rendering."""
     kind, *numbers = text.split(":")
-    if not all(map(str.isdecimal, numbers)) or 0 in map(int, numbers[:2]) or len(numbers) > 3:
+    plain = all(re.fullmatch(r"\d{1,15}", number) for number in numbers)
+    if not plain or 0 in map(int, numbers[:2]) or len(numbers) > 3:
         raise UserError(f"{text}: expected {kind}[:count[:size[:seed]]], as {kind}:{default[0]}:64")
     count, size, seed = (*map(int, numbers), *default[len(numbers) :])
     return count, size, seed
