@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from stopmim.base import console
 
 torch.set_num_threads(1)
+# A shell starts jobs in the background with Ctrl-C ignored, as would be all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
