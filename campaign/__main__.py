@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import pkgutil
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -80,8 +79,6 @@ def add_up(paths: Sequence[Path]) -> Record:
 
 def run(asked: argparse.Namespace) -> Record:
     code = commit()  # of now: it may change meanwhile
-    # A shell starts jobs in the background with Ctrl-C ignored, as would be all they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     load_everything()
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
     outcomes = [_run(FAMILIES[name], asked, root) for name in asked.families or FAMILIES]

@@ -95,7 +95,12 @@ class Started:
         self.text = {name: b"" for name in self.pipes}
         sys.stdout.flush()
         sys.stderr.flush()
+        # Until it is a command, Ctrl-C ends it as it does a Python that is not ready yet.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.pid = os.fork()
+        if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if not self.pid:
             self._run()
         for reader, writer in self.pipes.values():
@@ -113,6 +118,8 @@ class Started:
         os.environ |= {"TMPDIR": str(self.temporary), **self.env}
         tempfile.tempdir = None  # so that it is chosen anew
         self._limit()
+        # Also where a shell has started the campaign in the background, and so without Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         ended(self.job)
 
     def _writers(self) -> list[int]:

@@ -9,8 +9,8 @@ from stopmim.base import signals, streams
 def run() -> None:
     """The command that was typed, as a process: its exit code is that of `main`."""
     streams.prepare()
-    signals.answer()  # before the imports, which take seconds on a cold disk
     try:
+        signals.answer()  # before the imports, which take seconds on a cold disk
         from stopmim.cli import main
 
         code = main() or streams.lost_output()

@@ -59,6 +59,15 @@ def test_an_interrupted_import_is_one_line(library: str, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+def test_an_interrupt_while_the_answer_is_prepared_is_one_line() -> None:
+    hit = "def hit(self): start(self); signal.raise_signal(signal.SIGINT)"
+    begin = "import signal, threading; from stopmim.__main__ import run"
+    begin += "; start = threading.Thread.start"
+    process = start("-c", f"{begin}\n{hit}\nthreading.Thread.start = hit\nrun()")
+    assert process.communicate(timeout=60)[1] == f"{STOPPED}\n"
+    assert process.returncode == 130
+
+
 def start_long_call(within: str) -> "subprocess.Popen[str]":
     process = start("-c", f"{SCRIPT}\n{within}: print(end='x', flush=True); {LONG_CALL}")
     assert process.stdout
