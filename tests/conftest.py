@@ -20,6 +20,12 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of libraries that take ten seconds to import come first, and so to one process."""
+    slow = {"timm", "transformers", "torchvision"}
+    items.sort(key=lambda item: slow.isdisjoint(getattr(item, "fixturenames", ())))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: to look through all of it for garbage takes seconds."""
     gc.freeze()
