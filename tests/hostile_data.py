@@ -74,6 +74,29 @@ def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
     )
 
 
+def pages(count: int) -> bytes:
+    """A TIFF of as many pages, which share their pixels."""
+    size, pixels = 2 + 9 * 12 + 4, 8 + count * (2 + 9 * 12 + 4)
+    tags = [(256, 8), (257, 8), (258, 8), (259, 1), (262, 1), (273, pixels), (277, 1), (278, 8)]
+    table = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in [*tags, (279, 64)])
+    links = [*range(8 + size, pixels, size), 0]
+    every = (b"\x09\0" + table + struct.pack("<I", link) for link in links)
+    return b"II*\0\x08\0\0\0" + b"".join(every) + bytes(64)
+
+
+def deflated_dicom() -> bytes:
+    """Gigabytes of zeros, deflated, as the header says behind an element of 2,000 bytes."""
+    values = {2: b"1.2.3\0", 3: b"1.2.3".ljust(2000, b"\0"), 16: b"1.2.840.10008.1.2.1.99"}
+    header = b"".join(
+        struct.pack("<HH2sH", 2, number, b"UI", len(value)) + value
+        for number, value in values.items()
+    )
+    length = struct.pack("<HH2sHI", 2, 0, b"UL", 4, len(header))
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
+    block = squeeze.compress(bytes(2**24)) + squeeze.flush(zlib.Z_FULL_FLUSH)
+    return bytes(128) + b"DICM" + length + header + block * 128
+
+
 @cache
 def images() -> Mapping[str, bytes | Callable[[], bytes]]:
     """Single image files by name."""
@@ -102,6 +125,7 @@ def images() -> Mapping[str, bytes | Callable[[], bytes]]:
         "digits.ppm": b"P6 " + DIGITS + b" 1 255\n",
         "gif.gif": b"GIF89a\xff\xff\xff\xff\x80\0\0" + bytes(6) + b",\0\0\0\0\xff\xff\xff\xff\0\2",
         "tiff.tif": b"II*\0\x08\0\0\0\xff\xff" + b"\xff" * 400,
+        "pages.tif": lambda: pages(100_000),
         "loop.tif": b"II*\0\x08\0\0\0\0\0\x08\0\0\0",
     }
 
@@ -134,6 +158,11 @@ def _folders() -> dict[str, Write]:
         "a folder called like an image": ("d.png", lambda path: path.mkdir()),
     }  # fmt: skip
     found |= {f"images with {k}": folder(name, None, w) for k, (name, w) in places.items()}
+    array = {"zarr_format": 2, "shape": [20_000, 20_000], "chunks": [1, 1], "dtype": "|u1",
+             "compressor": None, "filters": None, "fill_value": 0, "order": "C"}  # fmt: skip
+    about = json.dumps(array).encode()
+    found["arrays of tiny chunks"] = _tree({f"{i}.zarr/.zarray": about for i in range(4)})
+    found["a deflated DICOM"] = _tree({"a.dcm": lambda path: path.write_bytes(deflated_dicom())})
     return found | {"f" * 300: lambda path: None, "no images": lambda path: path.mkdir()}
 
 

@@ -201,17 +201,24 @@ def dicom(
     return write
 
 
-def deflated_dicom(path: Path) -> None:
-    """The tags after the header are a deflate stream, which pydicom unpacks whole."""
-    dicom()(path)
-    data = path.read_bytes()
-    old, new = b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99"
-    at = data.index(old)
-    length = struct.pack("<H", len(new))
-    head = data[: at - 2] + length + new
-    squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
-    block = squeeze.compress(bytes(2**24)) + squeeze.flush(zlib.Z_FULL_FLUSH)
-    path.write_bytes(head + data[at + len(old) : at + len(old) + 60] + block * (BOMB // 2**24))
+def deflated_dicom(before: int) -> Write:
+    """What follows the header is a deflate stream, which pydicom unpacks whole.
+
+    The header says so after an element of `before` bytes.
+    """
+
+    def element(number: int, value: bytes) -> bytes:
+        return struct.pack("<HH2sH", 2, number, b"UI", len(value)) + value
+
+    def write(path: Path) -> None:
+        name, syntax = b"1.2.3".ljust(before, b"\0"), b"1.2.840.10008.1.2.1.99"
+        header = element(2, b"1.2.3\0") + element(3, name) + element(0x10, syntax)
+        length = struct.pack("<HH2sHI", 2, 0, b"UL", 4, len(header))
+        squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
+        block = squeeze.compress(bytes(2**24)) + squeeze.flush(zlib.Z_FULL_FLUSH)
+        path.write_bytes(bytes(128) + b"DICM" + length + header + block * (2 * BOMB // 2**24))
+
+    return write
 
 
 def png(width: int, height: int, data: bytes = b"") -> Write:
@@ -298,6 +305,8 @@ HOSTILE: dict[str, tuple[Write, str]] = {
     "jpeg.tif": (lying_jpeg, "Error"),
     "chunks.zarr": (zarr2(chunks=[10**6, 10**6]), "too large"),
     "no_chunks.zarr": (zarr2(chunks=[0, 0]), "in chunks of"),
+    "tiny.zarr": (zarr2(shape=[20000, 20000], chunks=[1, 1]), "too many and too small"),
+    "columns.zarr": (zarr2(shape=[4096, 300_000], chunks=[4096, 1]), "too many to be read"),
     "shape.zarr": (zarr2(shape=[2**40, 2**40]), "not an image"),
     "pickled.zarr": (pickled_chunk, "filters|not read"),
     "objects.zarr": (zarr2(dtype="|O"), "not read"),
@@ -321,7 +330,8 @@ HOSTILE: dict[str, tuple[Write, str]] = {
     "cut.dcm": (dicom(pixels=bytes(100)), "Error|cannot be decoded"),
     "syntax.dcm": (dicom(syntax="1.2.3.4.5"), "cannot be decoded|Error"),
     "jpeg.dcm": (dicom(syntax="1.2.840.10008.1.2.4"), "cannot be decoded|Error"),
-    "deflated.dcm": (deflated_dicom, "deflated"),
+    "deflated.dcm": (deflated_dicom(6), "deflated"),
+    "far.dcm": (deflated_dicom(2000), "deflated"),
     "slope.dcm": (dicom(RescaleSlope="1e400", RescaleIntercept="0"), "rescaled|Error"),
     "marked.dcm": (raw(bytes(128) + b"DICM" + b"\xff" * 99), "Error|not"),
     "absurd.png": (png(2**30, 2**30), "not an image"),

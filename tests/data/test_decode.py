@@ -17,9 +17,9 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from hostile_data import scans
+from hostile_data import pages, scans
 from stopmim.data import decode as module
-from stopmim.data.decode import MAX_PIXELS, BadImageError, decode
+from stopmim.data.decode import MAX_PIXELS, BadImageError, decode, format_of
 
 
 def picture(height: int = 47, width: int = 61) -> Image.Image:
@@ -392,6 +392,16 @@ def test_a_jpeg_of_hundreds_of_scans_is_a_bad_image_at_once() -> None:
     with pytest.raises(BadImageError, match="400 scans of 16000000 pixels"):
         decode(scans(400))
     assert decode(scans(40, 64)).shape == (64, 64, 3)  # of a small one they take no time
+
+
+def test_a_tiff_of_many_pages_costs_no_more_than_its_first() -> None:
+    """Pillow takes seconds to count them, and four times as many for twice the pages."""
+    assert format_of(pages(1)) == "TIFF L"
+    many = pages(20_000)
+    begin = time.process_time()
+    assert format_of(many) == "TIFF L animated"
+    assert decode(many).shape == (8, 8, 3)
+    assert time.process_time() - begin < 0.5
 
 
 HUGE = """

@@ -220,6 +220,21 @@ def test_an_index_cannot_point_outside_its_folder(folder: Path, tmp_path: Path) 
         verify_shards(tmp_path / "out")
 
 
+def test_an_index_with_a_file_twice_is_refused_before_anything_is_hashed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack(folder, tmp_path / "out")
+    file = tmp_path / "out/index.json"
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps(index | {"shards": index["shards"] * 1000}))
+    (tmp_path / "out/00000.tar").unlink()  # what hashing it would say first
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "out"), "--verify"]) == 3
+    error = capsys.readouterr().err
+    assert "index.json: 00000.tar: listed 1000 times; pack again" in error
+    assert error.count("\n") == 1
+
+
 def test_other_options_or_images_are_refused(folder: Path, tmp_path: Path) -> None:
     pack(folder, tmp_path / "out")
     with pytest.raises(UserError, match="holds shards already"):

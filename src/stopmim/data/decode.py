@@ -165,7 +165,8 @@ def format_of(data: bytes) -> str:
     """Format and mode of a file according to its header, as "JPEG RGB"."""
     try:
         with opened(data) as image:
-            several = " animated" if getattr(image, "n_frames", 1) > 1 else ""
+            # Not `n_frames`: that walks through all pages of a TIFF, and all frames of a GIF.
+            several = " animated" if getattr(image, "is_animated", False) else ""
             return f"{image.format} {image.mode}{several}"
     except Exception:
         return "unknown"

@@ -6,7 +6,7 @@ values are bright, is turned round. Frames are channels, like the planes of othe
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from stopmim.data.rasters.raster import (
 )
 
 MARK = b"DICM"  # at byte 128
-DEFLATED = b"1.2.840.10008.1.2.1.99"  # transfer syntax
 
 
 def is_dicom(start: bytes) -> bool:
@@ -40,11 +39,11 @@ class Dicom:
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
         self.names = []
-        if DEFLATED in stored.data[:1024]:  # pydicom would unpack it whole, to any size
-            raise BadImageError("deflated DICOM is not read; decompress it first")
         with quiet, stored.stream() as stream, one_reason():
             # Without the marker pydicom would take any file for one.
-            self.file = pydicom.dcmread(stream, specific_tags=_TAGS, stop_before_pixels=True)
+            self.file = pydicom.dcmread(
+                _Parts(stream), specific_tags=_TAGS, stop_before_pixels=True
+            )
         self.stored = stored
         about = self.file
         self.bits, self.signed = int(about.get("BitsStored", 0)), about.get("PixelRepresentation")
@@ -64,7 +63,7 @@ class Dicom:
         check_bytes(self, None)
         pydicom = extra("pydicom", "dicom", "DICOM")
         with quiet, self.stored.stream() as stream, one_reason():
-            file = pydicom.dcmread(stream)
+            file = pydicom.dcmread(_Parts(stream))
             try:
                 pixels = np.asarray(file.pixel_array)
             except (NotImplementedError, RuntimeError, AttributeError):
@@ -103,6 +102,22 @@ class Dicom:
         if self._rescaled:
             return (stored * self.slope + self.intercept).astype(self.kind)
         return stored.astype(self.kind, copy=False)
+
+
+class _Parts:
+    """A stream that is read in parts of a stated size, for pydicom.
+
+    Only to inflate a file, to any size, does it ask for the rest as a whole. This notices whatever
+    makes pydicom take the file for a deflated one, and wherever in the file that is.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0:
+            raise BadImageError("deflated DICOM is not read; decompress it first")
+        return self.stream.read(size)
 
 
 _TAGS = ["BitsStored", "PixelRepresentation", "SamplesPerPixel", "NumberOfFrames", "Rows",

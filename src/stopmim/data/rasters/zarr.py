@@ -29,6 +29,10 @@ from stopmim.data.rasters.raster import (
 )
 
 MAX_METADATA = 2**20
+# Every chunk costs about 20 microseconds, even one that was left out and takes no space. Of an
+# image with more than MANY of them, each must hold SMALL numbers or more.
+MANY, SMALL = 100_000, 4096
+MOST_CHUNKS = 2 * MANY  # of one box
 CODECS = ("blosc", "bz2", "lz4", "lzma", "zstd")  # of imagecodecs; gzip and zlib are Python's own
 SUFFIX = b".zarr"
 METADATA = (b"zarr.json", b".zarray", b".zgroup")
@@ -63,7 +67,7 @@ class Zarr:
 
     def __init__(self, path: bytes, about: dict[str, Any], axes: Sequence[str]) -> None:
         self.path, self.axes, self.names = path, list(axes), []
-        self.opened = b"", Stored(b"")  # the file that was read last
+        self.opened: tuple[bytes, Stored | None] = b"", None  # the file that was read last
         try:
             self.layout = _Layout(about)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -73,6 +77,13 @@ class Zarr:
         self.y, self.x = spatial_axes(shape, self.axes)
         planes = math.prod(shape) // (shape[self.y] * shape[self.x])
         self.shape = check_shape(shape[self.y], shape[self.x], planes)
+        pairs = list(zip(shape, self.layout.chunks, strict=True))
+        count, each = math.prod(-(-a // n) for a, n in pairs), math.prod(map(min, pairs))
+        if count > MANY and each < SMALL:
+            raise BadImageError(
+                f"{count} zarr chunks of {each} numbers are too many and too small; write chunks "
+                f"of {SMALL} or more"
+            )
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, box)
@@ -81,9 +92,12 @@ class Zarr:
         begin, end = [0] * len(layout.shape), list(layout.shape)
         begin[self.y], end[self.y] = box.top, box.top + box.height
         begin[self.x], end[self.x] = box.left, box.left + box.width
-        found = np.full([b - a for a, b in zip(begin, end, strict=True)], layout.fill, self.kind)
         steps = zip(begin, end, layout.chunks, strict=True)
-        for number in itertools.product(*(range(a // n, -(-b // n)) for a, b, n in steps)):
+        ranges = [range(a // n, -(-b // n)) for a, b, n in steps]
+        if (count := math.prod(map(len, ranges))) > MOST_CHUNKS:
+            raise BadImageError(f"{count} zarr chunks of {layout.chunks} are too many to be read")
+        found = np.full([b - a for a, b in zip(begin, end, strict=True)], layout.fill, self.kind)
+        for number in itertools.product(*ranges):
             if (chunk := self._chunk(number)) is not None:
                 start = [i * n - a for i, n, a in zip(number, layout.chunks, begin, strict=True)]
                 paste(found, chunk, start)
@@ -113,8 +127,9 @@ class Zarr:
             try:
                 self.opened = key, Stored.open(key)
             except FileNotFoundError:
-                return None
-        stored = self.opened[1]
+                self.opened = key, None
+        if (stored := self.opened[1]) is None:
+            return None
         if not self.layout.sharded:
             return stored.part(0, len(stored))
         # A table of offsets and sizes at the end of the shard, and its checksum.

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +79,10 @@ def parse_index(data: bytes, name: str) -> Index | None:
         shard.name for shard in index.shards if os.path.basename(shard.name) != shard.name
     ]:
         raise DataError(f"{name}: {printable(outside[0])}: not a file of this folder")
+    # Each would be read and hashed as often as it is listed, and its images counted twice.
+    for shard, times in Counter(shard.name for shard in index.shards).most_common(1):
+        if times > 1:
+            raise DataError(f"{name}: {printable(shard)}: listed {times} times; pack again")
     return index
 
 
