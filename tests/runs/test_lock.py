@@ -206,11 +206,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[floa
     return write
 
 
+@pytest.mark.parametrize("behind", [0, 3600, -3600])
 def test_a_heartbeat_from_another_machine_keeps_the_run(
-    tmp_path: Path, elsewhere: Callable[[float], None]
+    tmp_path: Path, elsewhere: Callable[[float], None], behind: int
 ) -> None:
-    elsewhere(20)
-    beat = threading.Timer(0.1, elsewhere, [10])
+    elsewhere(behind + 20)
+    beat = threading.Timer(0.1, elsewhere, [behind + 10])
     beat.start()
     with pytest.raises(RunInUseError, match="in use by process 7 on node7 since noon") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
@@ -219,21 +220,20 @@ def test_a_heartbeat_from_another_machine_keeps_the_run(
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
 
-@pytest.mark.parametrize(("age", "watched"), [(20, True), (-9999, True), (3600, False)])
+@pytest.mark.parametrize("age", [20, -9999, 3600])
 def test_a_machine_that_shows_no_sign_of_life_loses_the_run(
     tmp_path: Path,
     elsewhere: Callable[[float], None],
     capsys: pytest.CaptureFixture[str],
     age: float,
-    watched: bool,
 ) -> None:
-    """Whatever its clock says, if it is not long ago."""
+    """Whatever its clock says."""
     elsewhere(age)
     with claimed(tmp_path):
         assert owner_of(tmp_path)["pid"] == os.getpid()
     said = capsys.readouterr().err
     assert "no sign of life from process 7 on node7" in said.replace("\n", " ")
-    assert ("waits" in said) == watched
+    assert "waits" in said
 
 
 def test_a_machine_that_ends_in_the_meantime_leaves_the_run(

@@ -214,6 +214,14 @@ def test_leftovers_that_are_nested_too_deep_are_moved(copy: Run) -> None:
     assert "moved     checkpoints/.tmp-deep to damaged/.tmp-deep: cannot be removed" in found
 
 
+def test_names_forge_no_lines(copy: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy.path / "checkpoints" / ".tmp-\x1b[2J\nforged").mkdir()
+    assert main(["repair", str(copy.path), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "removed   checkpoints/.tmp-\\x1b[2J\\nforged, left by" in said
+
+
 def test_a_result_that_is_added_meanwhile_is_kept(
     copy: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ from stopmim.base.files import open_regular, read_regular
 
 BEAT = 10.0  # seconds between two heartbeats
 WATCH = 60.0  # seconds without one, after which the owner on another machine counts as dead
-STALE = 600.0  # seconds; a heartbeat as old as this is not watched at all
 POLL = 1.0
 
 
@@ -185,7 +184,7 @@ def _watch(path: Path) -> None:
     owner = owner_of(path)
     if not owner or owner.get("boot", boot_id()) == boot_id():  # then the lock itself decided
         return
-    if _age(owner) < STALE:
+    if "beat" in owner:  # an old version has none
         say(f"{path}: claimed by {_said(owner)}; waits {WATCH:.0f} s for a sign of life from there")
         until = time.monotonic() + WATCH
         while time.monotonic() < until:
@@ -221,15 +220,6 @@ def _said(owner: dict[str, Any]) -> str:
 def _in_use(path: Path, owner: dict[str, Any]) -> RunInUseError:
     what = f"in use by {_said(owner)}; wait for it or choose another --out"
     return RunInUseError(f"{path}: {what}")
-
-
-def _age(owner: dict[str, Any]) -> float:
-    """Seconds since the last heartbeat, by this machine's clock."""
-    try:
-        beat = datetime.datetime.fromisoformat(str(owner.get("beat")))
-        return (datetime.datetime.now(datetime.UTC) - beat).total_seconds()
-    except (ValueError, TypeError):
-        return 0.0
 
 
 def _is_same(path: Path, handle: int) -> bool:

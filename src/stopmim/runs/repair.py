@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stopmim.base.console import visible
 from stopmim.base.errors import CheckpointError, StorageError
 from stopmim.base.files import (
     Line,
@@ -51,7 +52,8 @@ class Repair:
     resumes_at: int | None = None  # the step that the run continues from; None: it cannot
 
     def __str__(self) -> str:
-        lines = [f"{verdict:8}  {text}" for verdict, text in self.found]
+        # Names in a received run directory could forge lines.
+        lines = [f"{verdict:8}  {visible(text)}" for verdict, text in self.found]
         if self.resumes_at is None:
             end = "this run cannot be resumed: its config and data are not known any more"
         elif self.resumes_at:

@@ -1,19 +1,35 @@
-"""Copies metrics.jsonl to TensorBoard or W&B; metrics.jsonl stays the record."""
+"""Copies metrics.jsonl to TensorBoard or W&B; metrics.jsonl stays the record.
+
+A mirror is a convenience: what goes wrong in its library is one warning, and the run goes on
+without it. A thread of its own calls the library, since that may block: W&B talks to a process.
+"""
 
 import contextlib
 import hashlib
 import json
 import os
+import queue
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+from stopmim.base.console import warn
 from stopmim.base.errors import UserError
-from stopmim.base.files import own_folder, remove
+from stopmim.base.files import number, own_folder, remove
+from stopmim.base.waiting import within
 from stopmim.runs.run import Run
 
 Kind = Literal["none", "tensorboard", "wandb"]
 Line = Mapping[str, Any]
+Opened = AbstractContextManager[Callable[[Line], None]]
+
+OPENING = 60.0  # seconds that a run waits for the library before its first update
+CLOSING = 5.0  # and after its last
+MOST_LINES = 1_000  # that may wait for the library
 
 
 @contextlib.contextmanager
@@ -25,43 +41,133 @@ def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]
     if kind == "none":
         yield lambda line: None
         return
-    with contextlib.ExitStack() as stack:
+    # The old lines are read here: the thread might find new ones among them.
+    opened = _wandb(path, Run(path).metrics) if kind == "wandb" else _tensorboard(path, step)
+    copy = _Copy(kind)
+    failed = True
+    try:
+        copy.open(opened)
+        yield copy.show
+        failed = False
+    finally:
+        copy.close(failed)
+
+
+class _RunFailedError(Exception):
+    """Tells a library that the run did not end well."""
+
+
+class _Copy:
+    """A thread that hands lines to a library, and what the thread that trains knows of it."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.lines: queue.Queue[Line | None] = queue.Queue(MOST_LINES)  # None: the end
+        self.ready = threading.Event()
+        self.error: Exception | None = None
+        self.failed = self.dropped = False
+
+    def open(self, opened: Opened) -> None:
+        """Waits for the library, for a while; raises UserError for what the user has to do."""
+        self.thread = threading.Thread(target=self._run, args=[opened], name="mirror", daemon=True)
+        self.thread.start()
+        self.ready.wait(OPENING)
+        if isinstance(self.error, ImportError):
+            what = f'{self.kind} is not installed; pip install "stopmim[{self.kind}]"'
+            self.dropped = True
+            raise UserError(f"runtime.mirror: {what}")
+        if isinstance(self.error, UserError):
+            self.dropped = True
+            raise self.error
+
+    def _run(self, opened: Opened) -> None:
         try:
-            opened = _wandb(path) if kind == "wandb" else _tensorboard(path, step)
-            write = stack.enter_context(opened)
-        except ImportError:
-            raise UserError(
-                f'runtime.mirror: {kind} is not installed; pip install "stopmim[{kind}]"'
-            ) from None
-        yield write
+            with contextlib.suppress(_RunFailedError), opened as write:
+                self.ready.set()
+                while (line := self.lines.get()) is not None:
+                    write(line)
+                if self.failed:
+                    raise _RunFailedError
+        except Exception as error:
+            self.error = error
+        finally:
+            self.ready.set()
+
+    def show(self, line: Line) -> None:
+        """Hands over a line, or says once that the library takes no more."""
+        if self.dropped:
+            return
+        try:
+            self.lines.put_nowait(line)
+        except queue.Full:
+            self._drop(f"{MOST_LINES:,} lines wait for it")
+        if self.error:
+            self._drop(f"{type(self.error).__name__}: {self.error}")
+
+    def close(self, failed: bool) -> None:
+        """Waits for the rest of the lines to be written, for a while."""
+        if not self.dropped:
+            self.failed = failed
+            with contextlib.suppress(queue.Full):  # then the thread does not end either
+                self.lines.put_nowait(None)
+            self.thread.join(CLOSING)
+            if self.error:
+                self._drop(f"{type(self.error).__name__}: {self.error}")
+            elif self.thread.is_alive():
+                self._drop(f"does not end within {CLOSING:g} s")
+        if self.dropped and self.kind == "wandb":
+            with contextlib.suppress(TimeoutError):
+                within(1, _leave_wandb)
+
+    def _drop(self, why: str) -> None:
+        if not self.dropped:
+            warn(f"runtime.mirror: {self.kind}: {why}; the run goes on without it")
+        self.dropped = True
 
 
 def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yields the step and the numbers of a line; the untrained network has step 0."""
-    if "random_init" in line:
-        yield 0, dict(line["random_init"])
-    yield line["step"], {k: v for k, v in line.items() if k not in ("step", "random_init")}
+    """Yields the step and the numbers of a line; the untrained network has step 0.
+
+    A line of metrics.jsonl that somebody else has written can hold anything.
+    """
+    for step, values in ((0, line.get("random_init")), (line.get("step"), line)):
+        if type(step) is int and 0 <= step < 2**63 and isinstance(values, Mapping):
+            found = {name: number(value) for name, value in values.items() if name != "step"}
+            yield step, {name: value for name, value in found.items() if value is not None}
 
 
 @contextlib.contextmanager
 def _tensorboard(path: Path, step: int) -> Iterator[Callable[[Line], None]]:
-    from torch.utils.tensorboard import SummaryWriter
+    """Writes the file itself: a SummaryWriter that fails prints the traceback of its thread."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    # Purges what an earlier start wrote after `step`.
-    folder = own_folder(path / "tensorboard")
-    with SummaryWriter(str(folder), purge_step=step + 1) as writer:
+    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+    place = own_folder(path / "tensorboard") / name
+    with open(place, "xb") as file:
+        writer = RecordWriter(file)
+
+        def add(**facts: Any) -> None:
+            writer.write(Event(wall_time=time.time(), **facts).SerializeToString())
 
         def write(line: Line) -> None:
             for at, values in _scalars(line):
-                for name, value in values.items():
-                    writer.add_scalar(name, value, at)
-            writer.flush()
+                shown = [Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+                add(step=at, summary=Summary(value=shown))
+            file.flush()
+            if not place.exists():
+                raise FileNotFoundError(f"{place} is gone")
 
+        add(file_version="brain.Event:2")
+        # Purges what an earlier start wrote after `step`.
+        add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        file.flush()
         yield write
 
 
 @contextlib.contextmanager
-def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
+def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line], None]]:
     """Always offline: the user may call `wandb sync RUN/wandb/offline-run-*`."""
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import: no telemetry
     import wandb
@@ -85,20 +191,26 @@ def _wandb(path: Path) -> Iterator[Callable[[Line], None]]:
         x_save_requirements=False,
     )
     about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
-    try:
-        shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
-    except wandb.Error as error:
-        raise UserError(f"runtime.mirror: wandb cannot start: {error}") from None
+    shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):
             shown.log(values, step=at)
 
-    failed = 1
+    for line in lines:
+        write(line)
     try:
-        for line in run.metrics:
-            write(line)
         yield write
-        failed = 0
-    finally:
-        shown.finish(exit_code=failed)
+    except _RunFailedError:
+        shown.finish(exit_code=1)
+    else:
+        shown.finish(exit_code=0)
+
+
+def _leave_wandb() -> None:
+    """Forgets a process of W&B that may never answer, for which W&B waits when Python ends."""
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+
+        wandb.termsetup(wandb.Settings(show_errors=False), None)  # it is said already
+        wandb.teardown()
