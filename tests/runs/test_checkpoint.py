@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,91 @@ def test_extra_weights_in_a_file_are_refused(copy: Run) -> None:
     save_file(weights | {"extra": torch.zeros(1)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected extra \(1,\)"):
         checkpoint.load(path, build(copy.config))
+
+
+# What a received checkpoint may hold, with a manifest that confirms it: A is the matrix of the
+# predictor, of 24 times 96.
+A = "predictor.predictor_embed.weight"
+HUGE = torch.full((24, 96), 1e300, dtype=torch.float64)
+SLOTS = {
+    "one value": ("exp_avg", torch.zeros(1), r"float32 \(1,\), .*float32 \(24, 96\)"),
+    "no value": ("exp_avg_sq", torch.zeros(0), r"float32 \(0,\), .*float32 \(24, 96\)"),
+    "three values": ("exp_avg", torch.zeros(3), r"float32 \(3,\), .*float32 \(24, 96\)"),
+    "too large": ("exp_avg", torch.zeros(2, 24, 96), r"float32 \(2, 24, 96\), .* \(24, 96\)"),
+    "turned": ("exp_avg_sq", torch.zeros(96, 24), r"float32 \(96, 24\), .*float32 \(24, 96\)"),
+    "a number": ("exp_avg", torch.tensor(0.0), r"float32 \(\), .*float32 \(24, 96\)"),
+    "missing": ("exp_avg", None, r"is missing, .*float32 \(24, 96\)"),
+    "nan": ("exp_avg", torch.full((24, 96), float("nan")), "not finite"),
+    "negative": ("exp_avg_sq", torch.full((24, 96), -1.0), "is below 0"),
+    "step of three": ("step", torch.zeros(3), r"float32 \(3,\), .*float32 \(\)"),
+    "step of integers": ("step", torch.tensor(4), r"int64 \(\), .*float32 \(\)"),
+    "step nan": ("step", torch.tensor(float("nan")), "not finite"),
+    "step negative": ("step", torch.tensor(-1.0), "is below 0"),
+} | {
+    str(kind): ("exp_avg", torch.zeros(24, 96).to(kind), rf"{kind} \(24, 96\), .* torch.float32")
+    for kind in (torch.bool, torch.int64, torch.complex64, torch.float8_e5m2, torch.float64)
+}
+KINDS = (torch.bool, torch.int64, torch.complex64, torch.float8_e5m2)
+WEIGHTS = {str(kind): (torch.ones(24, 96).to(kind), f"{A} is {kind}, not float") for kind in KINDS}
+WEIGHTS |= {"nan": (torch.full((24, 96), float("nan")), f"{A} has values that are not finite")}
+WEIGHTS |= {"huge": (HUGE, f"{A} has values that are not finite")}
+
+
+def forge(run: Run, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Changes a file of the newest checkpoint, which its manifest then confirms."""
+    path = run.checkpoint
+    change(tensors := load_file(path / name))
+    save_file(tensors, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    size = (path / name).stat().st_size
+    manifest["files"][name] = {"bytes": size, "sha256": checkpoint.sha256(path / name)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.verify(path) is None
+    return path
+
+
+@pytest.mark.parametrize("kind", SLOTS)
+def test_a_slot_that_the_optimizer_could_not_have_is_one_line(copy: Run, kind: str) -> None:
+    """It would be an internal error, or memory that the optimizer does not own."""
+    slot, value, said = SLOTS[kind]
+    name = f"{A}/{slot}"
+
+    def change(slots: dict[str, torch.Tensor]) -> None:
+        del slots[name]
+        slots |= {} if value is None else {name: value}
+
+    path = forge(copy, "optimizer.safetensors", change)
+    model = build(copy.config)
+    with pytest.raises(CheckpointError, match=f"{name} .*{said}") as caught:
+        checkpoint.load(path, model, adamw(model, copy.config.optim))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_no_run_saves_do_not_resume(copy: Run, kind: str) -> None:
+    value, said = WEIGHTS[kind]
+    path = forge(copy, "model.safetensors", lambda weights: weights.update({A: value}))
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(path, build(copy.config))
+
+
+def test_slots_of_no_parameter_or_after_no_update_are_refused(copy: Run) -> None:
+    name, one, model = "optimizer.safetensors", torch.tensor(1.0), build(copy.config)
+    path = forge(copy, name, lambda slots: slots.update({"x/step": one}))
+    with pytest.raises(CheckpointError, match="entries of another model"):
+        checkpoint.load(path, model, adamw(model, copy.config.optim))
+    forge(copy, name, dict.clear)
+    with pytest.raises(CheckpointError, match="is empty, expected that of 4 updates"):
+        pretrain(NoiseImages(), copy.path, tiny())
+
+
+def test_an_optimizer_before_its_first_update_is_saved_and_loaded(copy: Run) -> None:
+    model = build(copy.config)
+    Saver(copy.path, model, adamw(model, copy.config.optim), None, copy.config).save(0, final=True)
+    other = build(copy.config)
+    optimizer = adamw(other, copy.config.optim)
+    checkpoint.load(copy.path / "checkpoints" / "step-00000000", other, optimizer)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("name", ["nowhere", "folder", "file"])

@@ -1,6 +1,7 @@
 """A checkpoint that ranks write in pieces is that of one rank, for any number of readers."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -92,9 +93,65 @@ def test_three_pieces_of_uneven_size_are_put_together(tmp_path: Path) -> None:
         own = {name: x[rank].contiguous() for name, x in cut.items() if rank < len(x)}
         own |= {"n": whole["n"]} if rank == 0 else {}
         save_file(own, tmp_path / f"model{f'.{rank}' if rank else ''}.safetensors")
+    seal(tmp_path)
     found = shards.read(tmp_path, "model")
     assert sorted(found) == sorted(whole)
     assert all(torch.equal(found[name], x) for name, x in whole.items())
+
+
+def seal(folder: Path, *left_out: str) -> None:
+    """Writes a manifest that confirms all files of `folder` but those that are `left_out`."""
+    files = {
+        path.name: {"sha256": checkpoint.sha256(path), "bytes": path.stat().st_size}
+        for path in folder.iterdir()
+        if path.name not in (*left_out, "manifest.json")
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (torch.tensor(3.0), torch.tensor(3.0), r"float32 \(\) and torch.float32 \(\)"),
+        (torch.ones(2, 3), torch.ones(2), r"float32 \(2, 3\) and torch.float32 \(2,\)"),
+        (torch.ones(2, 3), torch.ones(2, 4), r"float32 \(2, 3\) and torch.float32 \(2, 4\)"),
+        (torch.ones(2), torch.ones(2, dtype=torch.bool), r"float32 \(2,\) and torch.bool \(2,\)"),
+    ],
+    ids=["numbers", "dimensions", "shapes", "kinds"],
+)
+def test_pieces_that_do_not_fit_together_are_one_line(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, said: str
+) -> None:
+    save_file({"x": a}, tmp_path / "model.safetensors")
+    save_file({"x": b}, tmp_path / "model.1.safetensors")
+    seal(tmp_path)
+    with pytest.raises(CheckpointError, match=f"pieces of x do not fit: torch.{said}"):
+        shards.read(tmp_path, "model")["x"]
+
+
+@pytest.mark.parametrize("name", ["model.1", "optimizer.1", "optimizer.7", "model.x"])
+@pytest.mark.parametrize("kind", ["pipe", "tensor", "junk"])
+def test_a_piece_that_the_manifest_does_not_list_is_damage_and_never_read(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """A pipe would never end."""
+    for own in ("model", "optimizer"):
+        save_file({"x": torch.ones(2)}, tmp_path / f"{own}.safetensors")
+    (tmp_path / "state.json").write_text("{}")
+    file = tmp_path / f"{name}.safetensors"
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "tensor":
+            save_file({"x": torch.ones(2)}, file)
+        case _:
+            file.write_bytes(b"junk")
+    seal(tmp_path, file.name)
+    assert checkpoint.verify(tmp_path) == f"{file}: manifest.json does not list it"
+    for own in shards.NAMES:  # should it have come after that
+        assert torch.equal(shards.read(tmp_path, own)["x"], torch.ones(2))
+    file.unlink()
+    assert checkpoint.verify(tmp_path) is None
 
 
 def test_a_piece_that_is_missing_or_damaged_is_noticed(

@@ -1,15 +1,17 @@
 """Updates that would do harm are skipped, batches that do not fit are cut, and nothing is lost."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ranks import complaints, together
 from stopmim import Run, pretrain
-from stopmim.base.errors import NonFiniteError, ResourceError
+from stopmim.base.errors import CheckpointError, NonFiniteError, ResourceError
 from stopmim.config.schema import Config, OptimConfig
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.train import guard as guards
@@ -63,6 +65,53 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_resumed_exactly(
     assert whole.metrics[4]["norm_A"] != after
     spoilt(monkeypatch, tmp_path / "b", config, Spoilt({3, 4, 7}, NAN), stop_at=3)
     assert_same_run(spoilt(monkeypatch, tmp_path / "b", config, Spoilt({4, 7}, NAN, 3)), whole)
+
+
+def test_a_run_that_has_only_skipped_updates_has_no_optimizer_state_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With loss scaling AdamW is not even called."""
+    config = tiny(optim=SKIP, runtime={"precision": "fp16"})
+    whole = spoilt(monkeypatch, tmp_path / "a", config, Spoilt({1, 2}, NAN), stop_at=4)
+    cut = spoilt(monkeypatch, tmp_path / "b", config, Spoilt({1, 2}, NAN), stop_at=2)
+    assert load_file(cut.checkpoint / "optimizer.safetensors") == {}
+    spoilt(monkeypatch, tmp_path / "b", config, Spoilt(set(), NAN), stop_at=4)
+    assert_same_run(cut, whole)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *("x", {"a": 1}, [[1]], [1], [], None, False, 10**30, [1.0] * 4, [1.0] * 6, [10**400] * 5),
+        *([None] * 5, [NAN] * 5, ["1"] * 5, [True] * 5, [0, 0, -1.0, 0, 0], [0, 0, 0, 0, 8.0]),
+    ],
+    ids=lambda found: str(found)[:30],
+)
+def test_the_state_of_a_guard_is_its_five_numbers_or_refused(found: Any) -> None:
+    guard = Guard(OptimConfig(spike=2.0), CPU)
+    about = json.loads(json.dumps({"step": 7, "guard": found}))
+    with pytest.raises(CheckpointError, match=r"state.json: guard is .* expected the means") as e:
+        guard.load(about, "state.json")
+    assert len(str(e.value)) < 300
+
+
+@pytest.mark.parametrize("change", [None, "x", [1], -1, NAN, 10**400, {"more": 1}])
+def test_the_state_of_a_scaler_is_its_numbers_or_refused(change: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    state = scaler.state_dict()
+    guards.check_scaler(state, scaler, "state.json")
+    state |= change if isinstance(change, dict) else {"scale": change}
+    for found in (state, [state], 3):
+        with pytest.raises(CheckpointError, match=r"state.json: scaler is .* expected numbers for"):
+            guards.check_scaler(found, scaler, "state.json")
+
+
+def test_a_guard_takes_its_state_and_starts_anew_without_one() -> None:
+    guard = Guard(OptimConfig(spike=2.0), CPU)
+    guard.load({"step": 7, "guard": [0.1, 2, 5.0, 1.0, 2.0]}, "state.json")
+    assert guard.state.tolist() == [0.1, 2.0, 5.0, 1.0, 2.0]
+    guard.load({"step": 7}, "state.json")
+    assert guard.state.tolist() == [0.0] * 5
 
 
 def test_a_spike_is_skipped_by_means_that_are_resumed(

@@ -149,6 +149,8 @@ def verify(path: Path) -> str | None:
             seen.add((found.st_dev, found.st_ino))
             if sha256(file) != want["sha256"]:
                 return f"{file}: sha256 is not the recorded one"
+        if extra := shards.unlisted(path, files):
+            return f"{extra}: manifest.json does not list it"
         missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - set(files)
         return f"{path}: manifest.json does not list {min(missing)}" if missing else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -192,7 +194,10 @@ def lines_logged(path: Path) -> int:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Loads the checkpoint at `path` into `model` and `optimizer`; every key must match."""
+    """Loads the checkpoint at `path` into `model` and `optimizer`; every tensor must fit.
+
+    One that was saved before the first update leaves `optimizer` without a state.
+    """
     try:
         weights = shards.read(path, "model")
         slots = shards.read(path, "optimizer") if optimizer else {}
@@ -202,17 +207,20 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
         raise CheckpointError(f"{path}: unreadable: {error}") from None
     want = model.state_dict()
     check_fit(weights, want, str(path))
-    model.load_state_dict({name: like(x, want[name]) for name, x in weights.items()})
-    if optimizer is None:
+    own = {}
+    for name, x in weights.items():  # a float64 may be too large for float32
+        own[name] = like(shards.finite(x.to(want[name].dtype), name, str(path)), want[name])
+    model.load_state_dict(own)
+    if optimizer is None or not slots:
         return
     used = 0
     for name, parameter in _named(model, optimizer):
-        for slot in ("step", "exp_avg", "exp_avg_sq"):
-            if (value := slots.get(f"{name}/{slot}")) is not None:
-                used += 1
-                # Fused AdamW keeps its step counter on the parameter's device, in float32.
-                value = value.to(parameter.device)
-                optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
+        for slot in shards.SLOTS:
+            used += 1
+            value = shards.slot_of(slots, f"{name}/{slot}", parameter, str(path))
+            # Fused AdamW keeps its step counter on the parameter's device, in float32.
+            value = value.to(parameter.device)
+            optimizer.state[parameter][slot] = like(value, parameter) if value.ndim else value
     if used != len(slots):
         raise CheckpointError(f"{path}: optimizer.safetensors has entries of another model")
 
@@ -252,9 +260,6 @@ def _load_model(path: Path) -> MaskedImageModel:
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
-    for key, value in weights.items():
-        if value.dtype not in FLOATS:
-            raise CheckpointError(f"{source}: {key} is {value.dtype}, not floating point")
     own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
     if bad := not_finite(own):  # a float64 may be too large for float32
         raise CheckpointError(f"{source}: {bad} has values that are not finite")
@@ -267,10 +272,11 @@ def not_finite(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
-    """Raises CheckpointError unless `weights` has exactly the keys and shapes of `want`."""
-    have, need = (
-        {key: tuple(x.shape) for key, x in tensors.items()} for tensors in (weights, want)
-    )
+    """Raises CheckpointError unless `weights` has the keys and shapes of `want`, as floats."""
+    need = {key: tuple(x.shape) for key, x in want.items()}
+    have, kinds = dict[str, tuple[int, ...]](), dict[str, torch.dtype]()
+    for key, x in weights.items():
+        have[key], kinds[key] = tuple(x.shape), x.dtype
     problems = [f"missing {key} {need[key]}" for key in need.keys() - have.keys()]
     problems += [f"unexpected {key[:80]} {have[key]}" for key in have.keys() - need.keys()]
     problems += [
@@ -282,6 +288,9 @@ def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         said = "; ".join(sorted(problems)[:3])
         raise CheckpointError(f"{source}: does not fit this model: {said}{more}")
+    for key, kind in kinds.items():
+        if kind not in FLOATS:
+            raise CheckpointError(f"{source}: {key} is {kind}, not floating point")
 
 
 def live(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:

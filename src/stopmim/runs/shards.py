@@ -5,11 +5,15 @@
 along the first dimension, as FSDP2 cuts it. Ranks other than 0 write to a folder of their own, from
 which rank 0 moves the files into the checkpoint before that is sealed: a kill in between leaves the
 checkpoint before.
+
+A checkpoint may be a received one, with a manifest that confirms anything: only files that it lists
+are read, and what the optimizer's kernels would take for granted of a tensor is checked here.
 """
 
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +24,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import remove
+from stopmim.base.files import read_regular, remove
 from stopmim.gpu.sharding import is_sharded
 
 State = dict[str, Tensor]
 NAMES = ("model", "optimizer")
+SLOTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for every parameter
 STAGING = ".shards"  # the folder of the ranks other than 0
+ADVICE = "remove this checkpoint to resume from the one before"
 
 
 @dataclass(frozen=True)
@@ -94,23 +101,68 @@ def read(
     checkpoint: Path, name: str, reader: Callable[[Path], State] = load_file
 ) -> Mapping[str, Tensor]:
     """The whole tensors of the model or the optimizer, each put together when it is asked for."""
-    files = [checkpoint / f"{name}.safetensors"]
-    while (file := checkpoint / f"{name}.{len(files)}.safetensors").exists():
+    try:
+        listed = json.loads(read_regular(checkpoint / "manifest.json"))["files"].keys()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{checkpoint / 'manifest.json'}: lists no files") from None
+    files = [f"{name}.safetensors"]
+    while (file := f"{name}.{len(files)}.safetensors") in listed:
         files.append(file)
-    return Whole([reader(file) for file in files])
+    return Whole([reader(checkpoint / file) for file in files], str(checkpoint))
+
+
+def unlisted(checkpoint: Path, listed: Container[str]) -> Path | None:
+    """A file that could pass for a piece of `checkpoint`, but is not `listed`; None without one."""
+    found = (file for name in NAMES for file in checkpoint.glob(f"{name}.*safetensors"))
+    return next((file for file in sorted(found) if file.name not in listed), None)
+
+
+def finite(x: Tensor, name: str, source: str) -> Tensor:
+    """`x`; raises CheckpointError if it has values that are not finite."""
+    if not x.isfinite().all():
+        raise CheckpointError(f"{source}: {name} has values that are not finite; {ADVICE}")
+    return x
+
+
+def slot_of(slots: Mapping[str, Tensor], name: str, parameter: Tensor, source: str) -> Tensor:
+    """The slot `name`, as AdamW would have it for `parameter`; raises CheckpointError if it is not.
+
+    AdamW does not check it: a slot that is too small makes its kernel write behind the end.
+    """
+    source = f"{source}: optimizer.safetensors"
+    is_step = name.endswith("/step")
+    want = (torch.float32, ()) if is_step else (parameter.dtype, tuple(parameter.shape))
+    value = slots.get(name)
+    have = None if value is None else (value.dtype, tuple(value.shape))
+    if value is None or have != want:
+        said = "missing" if have is None else f"{have[0]} {have[1]}"
+        raise CheckpointError(
+            f"{source}: {name} is {said}, the optimizer has {want[0]} {want[1]}; {ADVICE}"
+        )
+    if not name.endswith("/exp_avg") and (value < 0).any():
+        raise CheckpointError(f"{source}: {name} is below 0; {ADVICE}")
+    return finite(value, name, source)
 
 
 class Whole(Mapping[str, Tensor]):
     """Tensors out of the pieces of all ranks, which are read from disk on use."""
 
-    def __init__(self, pieces: list[State]) -> None:
-        self.pieces = pieces
+    def __init__(self, pieces: list[State], source: str) -> None:
+        self.pieces, self.source = pieces, source
 
     def __getitem__(self, name: str) -> Tensor:
         found = [pieces[name] for pieces in self.pieces if name in pieces]
         if not found:
             raise KeyError(name)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if len(found) == 1:
+            return found[0]
+        # torch would raise an error of its own, or convert them to a common dtype.
+        if len({(x.dtype, x.shape[1:]) for x in found}) > 1 or not all(x.ndim for x in found):
+            said = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in found[:3])
+            raise CheckpointError(
+                f"{self.source}: pieces of {name[:80]} do not fit: {said}; {ADVICE}"
+            )
+        return torch.cat(found)
 
     def __iter__(self) -> Iterator[str]:
         return iter({name: None for pieces in self.pieces for name in pieces})

@@ -5,10 +5,16 @@ on every rank. What it rests on is part of the checkpoint, so that a resumed run
 updates.
 """
 
+import reprlib
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from stopmim.base.errors import CheckpointError
 from stopmim.config.schema import OptimConfig
+from stopmim.runs.shards import ADVICE
 
 MOST = 10  # skipped updates in a row, after which the run ends
 USUAL = 50  # updates that the running means look back on, and that are made before one can spike
@@ -48,6 +54,38 @@ class Guard:
         )
         over = in_a_row > MOST
         return skip, over if self.skips_nonfinite else over | ~finite
+
+    def load(self, about: dict[str, Any], source: str) -> None:
+        """Takes the state that state.json has; without one, of an old version, it starts anew.
+
+        Raises:
+            CheckpointError: it is not one that a guard can have.
+        """
+        found = about.get("guard", [0.0] * 5)
+        most = sys.float_info.max  # NaN, Infinity and integers of any length are JSON for Python
+        if not (
+            isinstance(found, list)
+            and len(found) == 5
+            and all(type(x) in (int, float) and -most <= x <= most for x in found)
+            and all(0 <= count <= about["step"] for count in found[2:])
+        ):
+            raise CheckpointError(
+                f"{source}: guard is {reprlib.repr(found)[:80]}, expected the means of loss and "
+                f"gradient norm and three counts; {ADVICE}"
+            )
+        self.state.copy_(torch.tensor(found, dtype=torch.float64))
+
+
+def check_scaler(found: object, scaler: torch.amp.GradScaler, source: str) -> None:
+    """Raises CheckpointError unless `found`, of state.json, is what `scaler` can take."""
+    most, keys = sys.float_info.max, scaler.state_dict().keys()
+    if not (
+        isinstance(found, dict)
+        and found.keys() == keys
+        and all(type(x) in (int, float) and 0 <= x <= most for x in found.values())
+    ):
+        what = f"scaler is {reprlib.repr(found)[:80]}, expected numbers for {', '.join(keys)}"
+        raise CheckpointError(f"{source}: {what}; {ADVICE}")
 
 
 def build_guard(optim: OptimConfig, device: torch.device) -> Guard | None:

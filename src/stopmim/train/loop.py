@@ -43,6 +43,7 @@ from stopmim.train import advice
 from stopmim.train.channels import settle_channels
 from stopmim.train.distributed import World, agree, is_broken, joined, parallelise
 from stopmim.train.draws import Draws
+from stopmim.train.guard import check_scaler
 from stopmim.train.images import open_for_run
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
@@ -322,12 +323,19 @@ def _resume(path: Path, update: Step, keep: int, world: World) -> int:
         return 0
     about = checkpoint.state(newest)  # step, config, loss scaler, guard
     checkpoint.load(newest, update.model, update.optimizer)
+    if update.scaler and about["scaler"]:
+        check_scaler(about["scaler"], update.scaler, str(newest / "state.json"))
+        update.scaler.load_state_dict(about["scaler"])
+    if update.guard:
+        update.guard.load(about, str(newest / "state.json"))
+    skipped = int(update.guard.state[4]) if update.guard else 0
+    if not update.optimizer.state and about["step"] > skipped:  # fp16 skips without making one
+        raise CheckpointError(
+            f"{newest}: optimizer.safetensors is empty, expected that of {about['step'] - skipped} "
+            f"updates; {shards.ADVICE}"
+        )
     if world.first:  # a kill may have come between a save and its clearing up
         checkpoint.sweep(path)
         shards.sweep(path)
-        checkpoint.prune(newest, keep)
-    if update.scaler and about["scaler"]:
-        update.scaler.load_state_dict(about["scaler"])
-    if update.guard and about.get("guard"):
-        update.guard.state.copy_(torch.tensor(about["guard"], dtype=torch.float64))
+        checkpoint.prune(newest, keep)  # only now: one that is refused must not cost the others
     return about["step"]
