@@ -23,11 +23,11 @@ from test_videos import davis
 import results
 from stopmim import pretrain
 from stopmim.ablations import run as ablate
-from stopmim.ablations.jobs import last_update, places
+from stopmim.ablations.jobs import Child, last_update, places
 from stopmim.ablations.lines import lines, metric
 from stopmim.ablations.paper import TABLES, find_table, listing
 from stopmim.ablations.questions import Question, questions
-from stopmim.ablations.record import outcome_of, write_records
+from stopmim.ablations.record import outcome_of, read_records, write_records
 from stopmim.ablations.report import as_markdown, figures, notes, terminal, write_report
 from stopmim.ablations.run import identity
 from stopmim.ablations.trial import TRIAL_JSON, Outcome, Plan, Trial, perform
@@ -911,7 +911,12 @@ def test_an_ablation_killed_at_random_moments_ends_with_the_same_table(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "5", "[1]", "[" * 100_000, "junk", None], ids=lambda text: str(text)[:8]
+    "text",
+    [
+        *("{}", "5", "[1]", "[" * 100_000, "junk", None, "[{}]", '[{"protocol": 3}]'),
+        '[{"protocol": "knn", "name": "accuracy", "label": "", "test_data": "a", "value": "x"}]',
+    ],
+    ids=lambda text: str(text)[:8],
 )
 def test_answers_that_are_none_are_asked_for_again(tmp_path: Path, text: str | None) -> None:
     """None: a pipe, which nobody writes to."""
@@ -948,6 +953,57 @@ def test_nothing_is_written_through_a_link_in_the_folder(tmp_path: Path, name: s
     with pytest.raises(StorageError, match="is a link"):
         write(planned, found)
     assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "the run"])
+def test_nothing_is_trained_through_a_link(tmp_path: Path, name: str) -> None:
+    planned = quick(plan("positions", tmp_path / "out"))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    link = planned.trials[0].path if name else planned.out / "runs"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    with pytest.raises(StorageError, match="is a link"):
+        ablate.ablate(planned)
+    assert list(victim.iterdir()) == []
+
+
+def test_what_is_in_the_way_of_a_run_is_one_line(tmp_path: Path) -> None:
+    planned = quick(plan("positions", tmp_path / "out"))
+    planned.out.mkdir()
+    (planned.out / "runs").touch()
+    with pytest.raises(StorageError, match="cannot write"):
+        ablate.ablate(planned)
+    (planned.out / "runs").unlink()
+    path = planned.trials[0].path
+    path.with_name(path.name + ".log").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"\.log: cannot write"):
+        ablate.ablate(planned)
+
+
+@pytest.mark.parametrize("about", ['{"data": 3}', '{"data": {}, "starts": [3]}', "[]"])
+def test_a_record_is_written_whatever_the_run_holds(tmp_path: Path, about: str) -> None:
+    planned = quick(plan("positions", tmp_path))
+    trial = planned.trials[0]
+    trial.path.mkdir(parents=True)
+    (trial.path / "run.json").write_text(about)
+    (trial.path / "metrics.jsonl").write_text('{"step": 1, "random_init": 3}\n')
+    write_records(planned, [Outcome.of_trial(trial, "failed") for trial in planned.trials])
+    record = read_records(tmp_path)[0]
+    assert record["data"] == {"source": planned.data}
+    assert record["random_init"] == {}
+
+
+def test_a_stopped_process_goes_on_to_save_and_exit() -> None:
+    child = object.__new__(Child)
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child.process:
+        assert child.process.stdout
+        child.process.stdout.readline()
+        child.process.send_signal(signal.SIGSTOP)
+        child.stop()
+        assert child.process.wait(10) == 0
 
 
 def test_a_row_that_runs_out_of_memory_says_so(tmp_path: Path) -> None:

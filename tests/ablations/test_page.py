@@ -211,3 +211,27 @@ def test_a_preset_is_what_rows_start_from() -> None:
     plain, fixed = (resolve(override(PRESETS[QUICK](), changes)) for changes in ({}, FIXED))
     assert Recorded(plain, []).is_plain
     assert not Recorded(fixed, []).is_plain
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("config", []), ("config.foo", 3), ("config.predictor.depth", 300_000)),
+        *(("updates", "x"), ("data", None), ("preset", None), ("seed", "x"), ("problem", ["a"])),
+        *(("answers", [1]), ("answers", [{}]), ("answers", [{"protocol": "knn"}])),
+    ],
+)
+def test_a_record_of_another_version_or_of_nobody_is_one_line(
+    key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads((tables.ROOT / "results" / "beyond" / "StoP-0.json").read_text())
+    inner, *names = tree, *key.split(".")
+    for name in names[:-1]:
+        inner = inner[name]
+    inner[names[-1]] = value
+    file = tmp_path / "sigma" / "a.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(tree))
+    assert main(["ablate", "--page", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stopmim: error: {file}: {key}: ")

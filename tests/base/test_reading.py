@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.errors import StorageError
+from stopmim.base.files import MOST_LINE, open_to_read, parse_jsonl, read_regular
 
 
 def test_a_regular_file_is_read_through_links_too(tmp_path: Path) -> None:
@@ -33,6 +34,22 @@ def test_a_larger_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     os.truncate(tmp_path / "a", 2**40)
     with pytest.raises(OSError, match="more than 1073741824 bytes"):
         read_regular(tmp_path / "a")
+
+
+def test_of_our_own_files_much_less_is_read(tmp_path: Path) -> None:
+    """Sparse ones take nothing on the disk, and a reader takes several times their size."""
+    for name, most in {"run.json": 64, "run.lock": 64, "metrics.jsonl": 256}.items():
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, (most << 20) + 1)
+        with pytest.raises(OSError, match=f"more than {most << 20} bytes"):
+            read_regular(tmp_path / name)
+    with pytest.raises(StorageError, match="more than"):
+        parse_jsonl(tmp_path / "metrics.jsonl")
+
+
+def test_a_line_that_is_too_long_is_damaged_without_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"b": "' + b"c" * MOST_LINE + b'"}\n')
+    assert [line.tree for line in parse_jsonl(tmp_path / "a.jsonl")] == [{"a": 1}, None]
 
 
 def test_names_that_no_file_can_have_are_errors_of_the_system() -> None:

@@ -1,7 +1,9 @@
 """Exports: whoever loads one gets our features, and nobody the wrong branch or predictor."""
 
 import json
+import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -470,6 +472,24 @@ def test_an_export_never_writes_over_anything(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert export(run.path, "timm", tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_onnxruntime_sends_and_leaves_nothing(exports: dict[str, Path]) -> None:
+    assert exports["onnx"].exists()
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"  # else it writes TMPDIR/.ses
+
+
+@pytest.mark.parametrize("to", ["timm", "hf", "ijepa", "safetensors"])
+def test_a_full_disk_is_one_line_and_nothing_is_left(to: str, run: Run, tmp_path: Path) -> None:
+    """Writers of tensors have errors of their own for it."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+        with pytest.raises(StorageError, match=r"^\S+out: cannot write: no room on the disk$"):
+            export(run.path, to, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folder_for_timm_has_a_config_unless_json_cannot_say_it(tmp_path: Path) -> None:

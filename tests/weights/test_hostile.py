@@ -4,15 +4,19 @@ import argparse
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import save_file
 
 from hostile_files import ALSO
 from hostile_runs import runs
@@ -27,7 +31,7 @@ from hostile_weights import (
     write_fine,
 )
 from stopmim.base import sandbox as untrusted
-from stopmim.base.errors import CheckpointError
+from stopmim.base.errors import CheckpointError, ResourceError, StorageError
 
 MEMORY = 1 << 30  # what a command may take beyond an idle process
 
@@ -137,13 +141,69 @@ def test_a_file_that_takes_for_ever_is_given_up(
         os.waitpid(reader, os.WNOHANG)
 
 
-def test_a_reader_that_is_killed_is_one_line(
+def test_a_reader_that_the_system_kills_has_had_too_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "load", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     (tmp_path / "a.pth").write_bytes(torch_bytes(good()))
-    with pytest.raises(CheckpointError, match="ended with -9"):
+    with pytest.raises(ResourceError, match="the process that read it was killed"):
         untrusted.read_tree(tmp_path / "a.pth")
+
+
+def test_a_machine_without_memory_is_not_the_fault_of_a_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.zeros(2**24)}, tmp_path / "a.pth")
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    few = now + (40 << 20), resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: few)
+    with pytest.raises(ResourceError, match="out of memory while it is read"):
+        untrusted.read_tree(tmp_path / "a.pth")
+
+
+def test_more_than_any_honest_file_asks_for_is_refused_however_little_memory_there_is() -> None:
+    asks = RuntimeError("can't allocate memory: you tried to allocate 4000 bytes")
+    assert untrusted._code_of(asks, True, 4000) == untrusted.NO_MEMORY
+    assert untrusted._code_of(asks, True, 3999) == 0
+    assert untrusted._code_of(asks, False, 4000) == 0  # our own limit
+
+
+def test_the_header_of_a_file_is_read_without_mapping_the_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(3)}, file, {"b": "c"})
+
+    def mapped(*_: object) -> None:
+        raise RuntimeError("unable to mmap 99 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(safetensors, "safe_open", mapped)
+    assert untrusted.metadata(file) == {"b": "c"}
+    monkeypatch.setattr(untrusted, "load_file", mapped)
+    with pytest.raises(ResourceError):
+        untrusted.read_tree(file)
+
+
+@pytest.mark.parametrize("name", ["tree.json", "tensors.safetensors"])
+def test_a_full_temporary_folder_is_not_the_fault_of_a_pickle(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the child: the limit on the size of a file gives EFBIG, which is like a full disk."""
+    values = ["x" * 200_000] if name == "tree.json" else []
+    weights = torch.zeros(1 if values else 100_000)
+    torch.save({"a": weights, "b": values}, tmp_path / "a.pth")
+    load, limit = torch.load, resource.RLIMIT_FSIZE
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        resource.setrlimit(limit, (100_000, resource.getrlimit(limit)[1]))
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch, "load", loaded)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(StorageError, match="set TMPDIR"):
+        untrusted.read_tree(tmp_path / "a.pth")
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_zip_of_overlapping_records_is_refused_without_reading_them(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from io import BufferedWriter
 from pathlib import Path
 
 import torch
 
 from stopmim.ablations.trial import PATIENCE, POLL, TRIAL_JSON, Trial
 from stopmim.base.console import Ticker, say
-from stopmim.base.errors import InterruptedRunError, UserError
+from stopmim.base.errors import InterruptedRunError, StorageError, UserError
 from stopmim.base.files import number, open_to_read, write_whole
 from stopmim.base.signals import signals
 from stopmim.config.schema import Config
@@ -42,11 +44,9 @@ class Child:
 
     def __init__(self, trial: Trial, environment: dict[str, str]) -> None:
         self.trial, self.environment = trial, environment
-        trial.path.parent.mkdir(parents=True, exist_ok=True)
         file, self.log = (trial.path.with_name(trial.path.name + s) for s in (".json", ".log"))
         write_whole(file, TRIAL_JSON.dump_json(trial, indent=1).decode())
-        self.log.unlink(missing_ok=True)  # whatever lies there, nothing is written through it
-        with self.log.open("xb") as log:
+        with new_file(self.log) as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stopmim.ablations.trial", "--watched", str(file)],
                 env=os.environ | environment,
@@ -68,7 +68,8 @@ class Child:
         return f"{said[-1].removeprefix('stopmim: error: ')} (exit code {code})"
 
     def stop(self) -> None:
-        """Tells the process to save and exit; harmless if it has exited."""
+        """Tells the process to save and exit, if it is stopped too; harmless if it has exited."""
+        self.process.send_signal(signal.SIGCONT)
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -78,6 +79,15 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def new_file(path: Path) -> BufferedWriter:
+    """A new file in the place of whatever lies there: nothing is written through a link."""
+    try:
+        path.unlink(missing_ok=True)
+        return path.open("xb")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from None
 
 
 def carry_out(

@@ -3,21 +3,44 @@
 A record has the whole config, so that the run can be repeated, but neither host nor paths.
 """
 
+import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stopmim.ablations.trial import UNFINISHED, Outcome, Plan, Trial, norms_and_rank
+from pydantic import ValidationError
+
+from stopmim.ablations.trial import (
+    UNFINISHED,
+    Outcome,
+    Plan,
+    Trial,
+    is_number,
+    norms_and_rank,
+    wrong_key,
+)
 from stopmim.base.errors import UserError
 from stopmim.base.files import own_folder, read_regular, write_whole
+from stopmim.config.schema import Config
 from stopmim.health.reference import KEYS, LINES, rounded, thinned
+from stopmim.runs.identity import is_complete
 from stopmim.runs.run import Run
 
 CURVE = ("step", "epoch", "lr", "images_per_s", *KEYS, "feature_rank")
 Record = dict[str, Any]
 ENVIRONMENT = ("time", "device", "processes", "threads", "versions", "git")
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("row", "run", "preset", "problem", "verdict"), str),
+    **dict.fromkeys(("seed", "updates"), int),
+    "seconds": int | float,
+    "data": dict,
+    "answers": list,
+    "curve": list,
+}
 
 
 def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
@@ -32,12 +55,14 @@ def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
 
 def _record(planned: Plan, trial: Trial, outcome: Outcome) -> Record:
     run = Run(trial.path)
-    try:
+    about: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # it failed before it began, or nothing was trained
         about = run.about
-    except UserError:  # it failed before it began, or nothing was trained
+    if not (is_complete(about) and isinstance(about["starts"][-1], dict)):
         about = {"data": {"source": planned.data}, "starts": [{}]}
     metrics, start = run.metrics, about["starts"][-1]
-    untrained = metrics[0].get("random_init", {}) if metrics else {}
+    untrained = metrics[0].get("random_init") if metrics else None
+    untrained = untrained if isinstance(untrained, dict) else {}
     return {
         "table": planned.name,
         "about": planned.table.about,
@@ -67,12 +92,43 @@ def read_records(folder: Path) -> list[Record]:
     for path in files:
         try:
             tree = json.loads(read_regular(path))
-            if isinstance(tree, dict) and tree.keys() >= {"row", "curve"}:
-                outcome_of(tree)  # proves that it has what a record has
-                found.append(tree)
-        except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            if not (isinstance(tree, dict) and tree.keys() >= {"row", "curve"}):
+                continue
+        except (OSError, ValueError, RecursionError):
             raise UserError(f"{path}: not a record of stopmim ablate") from None
+        if wrong := _wrong(tree):
+            raise UserError(f"{path}: {wrong}: not as stopmim ablate writes it")
+        found.append(tree)
     return found
+
+
+def _wrong(record: Record) -> str:
+    """The first key of a record whose value none of this version has, or ""."""
+    for key, kind in KINDS.items():
+        if not isinstance(record.get(key), kind) or isinstance(record[key], bool):
+            return key
+    if not isinstance(record["data"].get("source"), str):
+        return "data.source"
+    for key in ("seed", "updates", "seconds"):
+        if not is_number(record[key]):  # an integer of hundreds of digits
+            return key
+    for answer in record["answers"]:
+        if wrong := wrong_key(answer):
+            return f"answers: {wrong}"
+    if not all(isinstance(point, dict) for point in record["curve"]):
+        return "curve"
+    return _wrong_config(json.dumps(record.get("config")))
+
+
+@functools.lru_cache(maxsize=1024)  # a page reads its records several times
+def _wrong_config(text: str) -> str:
+    try:
+        if text != "null":  # a checkpoint of somebody else
+            Config.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return ".".join(["config", *map(str, first["loc"])])
+    return ""
 
 
 def outcome_of(record: Record) -> Outcome:

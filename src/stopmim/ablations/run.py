@@ -22,7 +22,8 @@ from stopmim.ablations.record import write_records
 from stopmim.ablations.report import terminal, write_report
 from stopmim.ablations.trial import Outcome, Plan, Trial
 from stopmim.base.console import duration
-from stopmim.base.errors import UserError
+from stopmim.base.errors import StorageError, UserError
+from stopmim.base.files import own_folder
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, override
 from stopmim.data.loading import steps_per_epoch
@@ -64,6 +65,9 @@ def ablate(planned: Plan, jobs: int | None = None) -> Finished:
     written again whenever a run has ended.
     """
     with claimed(planned.out):
+        own_folder(planned.out / "runs")
+        for path in filter(Path.is_symlink, planned.runs):
+            raise StorageError(f"{path}: is a link, so nothing is written there; remove it")
         free = places(planned.base, jobs)
         for problems in carry_out(f"ablate {planned.name}", planned.runs, free):
             found = [Outcome.of_trial(t, problems.get(t.path, "")) for t in planned.trials]

@@ -4,6 +4,7 @@
 at any moment resumes and gives the same answers.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -50,6 +51,24 @@ UNFINISHED = "not finished"  # problem of a run without answers that has not fai
 Answer = dict[str, Any]  # a line of results.jsonl
 
 
+def wrong_key(answer: object) -> str:
+    """The first key whose value no answer has, or ""; it may come from anywhere."""
+    if not isinstance(answer, dict):
+        return "not an object"
+    texts = ["protocol", "name", "label", *({"selection", "on", "unit"} & answer.keys())]
+    texts.append("videos" if "videos" in answer else "test_data")
+    wrong = [key for key in texts if not isinstance(answer.get(key), str)]
+    numbers = ["value", *({"random_init"} & answer.keys())]
+    wrong += [key for key in numbers if not is_number(answer.get(key))]
+    wrong += [] if isinstance(answer.get("options", {}), dict) else ["options"]
+    return (wrong or [""])[0] or ("" if answer["protocol"].strip() else "protocol")
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a number, if only NaN; JSON has integers of any length."""
+    return isinstance(value, float) or number(value) is not None
+
+
 @dataclass(frozen=True)
 class Trial:
     """A run of the plan: what is trained and what is asked. Equal rows have the same `path`."""
@@ -80,7 +99,7 @@ class Trial:
             found = json.loads(read_regular(self.answers_file))
         except (OSError, ValueError, RecursionError):
             return None
-        fits = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+        fits = isinstance(found, list) and not any(map(wrong_key, found))
         return found if fits else None
 
 
@@ -205,6 +224,8 @@ def main(words: Sequence[str]) -> int:
     """``[--watched] TRIAL.json``; watched: saves and exits when its stdin is closed."""
     *options, file = words
     if options == ["--watched"]:
+        if sys.platform == "linux":  # a stopped process goes on when its parent is gone
+            ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         perform(TRIAL_JSON.validate_json(Path(file).read_bytes()))

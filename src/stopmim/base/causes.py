@@ -1,12 +1,29 @@
 """Errors of the system that can come from anywhere, as those that a user can fix."""
 
 import errno
+import re
+
+from safetensors import SafetensorError
 
 from stopmim.base.errors import ResourceError, StorageError, UserError
 from stopmim.base.memory import is_out_of_memory, shortage
 
 LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What torch.save says in place of the error of the system: it has written less than it wanted to.
+_CUT = re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing", re.S)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether `error` means that there was no room for what was written, whoever wrote it."""
+    if isinstance(error, SafetensorError):
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        return found is not None and int(found[1]) in FULL
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, RuntimeError) and _CUT.search(str(error)) is not None
 
 
 def cause(error: Exception) -> UserError | None:

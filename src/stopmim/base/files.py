@@ -21,9 +21,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stopmim.base.causes import is_full
 from stopmim.base.errors import StorageError
 
 MOST_BYTES = 2**30  # of a file that is read whole, unless its reader allows less
+# Of our own files, which may be sparse: a reader takes several times as much memory.
+_OWN = {".json": 2**26, ".lock": 2**26, ".jsonl": 2**28}
+MOST_LINE = 2**24  # bytes of a line of JSON
 NEW = ".new-"  # temporary files begin like this
 CHECK = "~"  # the key of the check of a line
 _CHECKED = re.compile(rb'(, |\{)"~": "(\d{1,15})(?:/(\d{1,15}))?:([0-9a-f]{8})"\}')
@@ -61,6 +65,8 @@ def parse_jsonl(path: Path) -> list[Line]:
 
 
 def _parse(text: bytes) -> Line:
+    if len(text) > MOST_LINE:
+        return Line(text, None)
     found = _CHECKED.fullmatch(text, max(0, text.rfind(b'"~"') - 2))
     if found:
         text_before = text[: found.start()] + (b"}" if found[1] == b", " else b"{}")
@@ -188,8 +194,10 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedR
     return open(_opened(path, limit)[0], "rb")
 
 
-def read_regular(path: str | bytes | Path, limit: int = MOST_BYTES) -> bytes:
-    """The bytes of a file that `open_to_read` opens."""
+def read_regular(path: str | bytes | Path, limit: int | None = None) -> bytes:
+    """The bytes of a file that `open_to_read` opens; by default the name decides on the limit."""
+    if limit is None:
+        limit = _OWN.get(os.path.splitext(os.fsdecode(path))[1], MOST_BYTES)
     handle, size = _opened(path, limit)
     try:
         data = os.read(handle, size)  # no more than that, should it grow meanwhile
@@ -238,6 +246,10 @@ def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
             os.close(handle)
     except OSError as error:
         raise StorageError(f"{path}: cannot write: {error.strerror or error}") from None
+    except Exception as error:  # writers of tensors have their own
+        if not is_full(error):
+            raise
+        raise StorageError(f"{path}: cannot write: no room on the disk") from None
 
 
 def _beside(path: Path, folder: bool) -> tuple[int, Path]:

@@ -10,6 +10,7 @@ not occur in honest files and are refused.
 import argparse
 import contextlib
 import ctypes
+import errno
 import gc
 import itertools
 import json
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stopmim.base.causes import cause, is_full
 from stopmim.base.errors import CheckpointError, ResourceError, StorageError, UserError
 from stopmim.base.files import open_to_read, read_regular
 from stopmim.base.memory import is_out_of_memory, shortage
@@ -46,6 +47,7 @@ MEMORY = 800_000_000  # bytes for reading a pickle, on top of SHARED times its s
 UNUSED = ("opt", "optimizer", "scaler")  # skipped: larger than the weights
 SECONDS = 15  # of the processor for reading a pickle, plus one second per 10 MB
 BUSY = 4  # times as long by the clock: others may use the machine, and disks may be slow
+NO_MEMORY, NO_ROOM = 7, 5  # exit codes of the process that reads a pickle
 _LATE = (signal.SIGALRM, signal.SIGPROF)  # end a reader that takes too long
 
 
@@ -62,23 +64,27 @@ def read_tree(path: Path) -> Any:
             if (count := len(json.loads(file.read(header)))) > TENSORS:
                 raise ValueError(f"{count} tensors, more than {TENSORS}")
         return load_file(path)  # memory-mapped: read on use
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
-        if path.suffix == ".safetensors" and is_out_of_memory(error):  # it is no larger than it is
-            what = f"{path}: out of memory while it is read: {shortage(error)}"
-            raise ResourceError(f"{what}; close other programs") from None
+        if is_out_of_memory(error):  # here none can: a child with limits reads pickles
+            raise _no_memory(path, shortage(error)) from None
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
         raise CheckpointError(f"{path}: refused or damaged: {one_line(error)}") from None
+
+
+def _no_memory(path: Path, why: str) -> ResourceError:
+    return ResourceError(f"{path}: out of memory while it is read: {why}; close other programs")
 
 
 def metadata(path: Path) -> dict[str, str]:
     """Metadata in the header of a .safetensors file that `read_tree` accepted."""
     if path.suffix != ".safetensors":
         return {}
-    with safe_open(path, "pt") as file:
-        return file.metadata() or {}
+    with open_to_read(path, BYTES) as file:  # not mapped once more: that may take gigabytes
+        size = min(HEADER, int.from_bytes(file.read(8), "little"))
+        return json.loads(file.read(size)).get("__metadata__") or {}
 
 
 def read_json(path: Path) -> Any:
@@ -105,31 +111,48 @@ def one_line(error: BaseException) -> str:
 
 
 def _pickle(path: Path, size: int) -> Any:
-    with _cleaning_up(), tempfile.TemporaryDirectory(prefix="stopmim-") as folder:
-        if (free := shutil.disk_usage(folder).free) < size:
-            room = f"reading {path} needs {size} bytes here, {free} are free"
-            raise StorageError(f"{folder}: {room}; set TMPDIR to another folder")
-        tree, tensors = Path(folder) / "tree.json", Path(folder) / "tensors.safetensors"
-        seconds = SECONDS + size / 1e7
-        parent, child = os.getpid(), os.fork()  # a new interpreter would take seconds for torch
-        if not child:
-            _end_with(parent)
-            _read_in_child(path, size, seconds, tree, tensors)
-        try:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        except BaseException:  # Ctrl-C
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise
-        if -code in _LATE:
-            raise ValueError(f"not read after {seconds:.0f} s")
-        if code:
-            raise ValueError(f"the process that read it ended with {code}")
-        found = json.loads(tree.read_text(encoding="utf-8"))
-        if "error" in found:
-            raise ValueError(found["error"])
-        # The mapping outlives the file's name.
-        return _join(found["tree"], load_file(tensors))
+    try:
+        with _cleaning_up(), tempfile.TemporaryDirectory(prefix="stopmim-") as folder:
+            if shutil.disk_usage(folder).free < size:
+                raise OSError(errno.ENOSPC, f"reading {path} needs {size} bytes there")
+            return _read_by_child(path, size, Path(folder))
+    except OSError as error:  # of the folder: a child reads the file
+        if isinstance(known := cause(error), ResourceError) or error.errno == errno.EAGAIN:
+            raise known or ResourceError(
+                f"{path}: no process to read it: {error.strerror}"
+            ) from None
+        what = f"{tempfile.tempdir or 'temporary files'}: {error.strerror or error}"
+        raise StorageError(f"{what}; set TMPDIR to another folder") from None
+
+
+def _read_by_child(path: Path, size: int, folder: Path) -> Any:
+    tree, tensors = folder / "tree.json", folder / "tensors.safetensors"
+    seconds = SECONDS + size / 1e7
+    parent, child = os.getpid(), os.fork()  # a new interpreter would take seconds for torch
+    if not child:
+        _end_with(parent)
+        _read_in_child(path, size, seconds, tree, tensors)
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:  # Ctrl-C
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if -code in _LATE:
+        raise ValueError(f"not read after {seconds:.0f} s")
+    if code == -signal.SIGKILL:  # by the system, which does so when memory runs out
+        raise _no_memory(path, "the process that read it was killed")
+    if code == NO_MEMORY:
+        raise _no_memory(path, "too little room in main memory")
+    if code == NO_ROOM:
+        raise OSError(errno.ENOSPC, f"no room for the tensors of {path}")
+    if code:
+        raise ValueError(f"the process that read it ended with {code}")
+    found = json.loads(tree.read_text(encoding="utf-8"))
+    if "error" in found:
+        raise ValueError(found["error"])
+    # The mapping outlives the file's name.
+    return _join(found["tree"], load_file(tensors))
 
 
 @contextlib.contextmanager
@@ -186,6 +209,7 @@ def _check_zip(path: Path, size: int) -> None:
 
 def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: Path) -> NoReturn:
     """Reads `path`, writes its values and tensors to two files, and ends the process."""
+    code, is_short = 0, False
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in _LATE:
@@ -194,34 +218,70 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
         signal.setitimer(signal.ITIMER_REAL, BUSY * seconds)
         gc.disable()  # it would touch, and so copy, all memory of the parent
         torch.set_num_threads(1)  # the parent's threads do not exist here
-        if (pages := Path("/proc/self/statm")).exists():  # memory of this process
-            now = int(pages.read_text().split()[0]) * resource.getpagesize()
-            _, most = resource.getrlimit(resource.RLIMIT_AS)
-            limit = now + SHARED * size + MEMORY
-            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        if zipfile.is_zipfile(path):
-            _check_zip(path, size)
-        # MAE, DINO and iBOT store their options in a Namespace, which only holds values.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")  # long ones about old pickle protocols
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(loaded, Mapping):
-            loaded = {key: value for key, value in loaded.items() if key not in UNUSED}
-        found: list[Tensor] = []
-        said = json.dumps({"tree": _split(loaded, found)})
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        if len(found) > TENSORS:
-            raise ValueError(f"{len(found)} tensors, more than {TENSORS}")
-        if needed > SHARED * size:
-            raise ValueError(f"{needed} bytes of tensors in a file of {size}")
-        save_file(_unshared(found), tensors)
+        is_short = _limit_memory(SHARED * size + MEMORY)
+        said, failed = dict[str, Any](), None
+        try:
+            said = {"tree": _extract(path, size, tensors)}
+        except BaseException as error:
+            failed = error.with_traceback(None)  # gives back what its frames hold
+            failed.__context__ = None
+        if failed is not None:
+            code = _code_of(failed, is_short, SHARED * size + MEMORY)
+            what = f"takes {MEMORY} bytes more than a file of {size} should"
+            said = {"error": what if is_out_of_memory(failed) else one_line(failed)}
+        tree.write_text(json.dumps(said), encoding="utf-8")
     except MemoryError:
-        said = json.dumps({"error": f"takes {MEMORY} bytes more than a file of {size} should"})
-    except BaseException as error:
-        said = json.dumps({"error": one_line(error)})
-    tree.write_text(said, encoding="utf-8")
-    os._exit(0)
+        code = NO_MEMORY if is_short else 1
+    except OSError:  # of the folder of the two files
+        code = NO_ROOM
+    except BaseException:
+        code = 1
+    finally:  # never back into the code of the parent
+        os._exit(code)
+
+
+def _code_of(error: BaseException, is_short: bool, most: int) -> int:
+    """The exit code if `error` is not the fault of the file, which may take `most` bytes, or 0."""
+    if is_full(error):
+        return NO_ROOM
+    asked = re.search(r"allocate (\d+) bytes", str(error))
+    too_much = asked is not None and int(asked[1]) > most
+    return NO_MEMORY if is_short and not too_much and is_out_of_memory(error) else 0
+
+
+def _limit_memory(most: int) -> bool:
+    """Limits this process to `most` bytes more; whether the system leaves it less than half.
+
+    Half of it does for every honest file, so that one for which it does not is at fault.
+    """
+    if not (pages := Path("/proc/self/statm")).exists():
+        return False
+    now = int(pages.read_text().split()[0]) * resource.getpagesize()
+    given = [x for x in resource.getrlimit(resource.RLIMIT_AS) if x != resource.RLIM_INFINITY]
+    limit = min([now + most, *given])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return limit - now < most // 2
+
+
+def _extract(path: Path, size: int, tensors: Path) -> list[Any]:
+    """The values of `path` as of `_split`; writes its tensors to a file."""
+    if zipfile.is_zipfile(path):
+        _check_zip(path, size)
+    # MAE, DINO and iBOT store their options in a Namespace, which only holds values.
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.simplefilter("ignore")  # long ones about old pickle protocols
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, Mapping):
+        loaded = {key: value for key, value in loaded.items() if key not in UNUSED}
+    found: list[Tensor] = []
+    values = _split(loaded, found)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in found)
+    if len(found) > TENSORS:
+        raise ValueError(f"{len(found)} tensors, more than {TENSORS}")
+    if needed > SHARED * size:
+        raise ValueError(f"{needed} bytes of tensors in a file of {size}")
+    save_file(_unshared(found), tensors)
+    return values
 
 
 def _split(value: Any, found: list[Tensor]) -> list[Any]:

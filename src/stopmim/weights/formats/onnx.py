@@ -1,6 +1,7 @@
 """ONNX, written only: images (B, C, S, S) to features (B, D) and tokens (B, N, D) for any B."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Onnx(Format):
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         """Writes model.onnx and compares its features with ours."""
+        # Else its import begins a session of telemetry, and leaves TMPDIR/.ses.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime
             import onnxscript  # noqa: F401 - the exporter needs it
