@@ -27,7 +27,7 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: .venv/dev ## the fast tests: under four minutes on two CPU cores
+test: .venv/dev ## the fast tests: about five minutes on two CPU cores
 	@.ci/browser
 	$(BIN)/pytest -q -n 3 # on two cores: many wait for processes of their own
 

@@ -194,7 +194,7 @@ def test_processes_that_write_into_one_folder_leave_each_other_alone(tmp_path: P
     for number in range(4):
         if (child := os.fork()) == 0:
             try:
-                for _ in range(1000):
+                for _ in range(300):
                     with replaced(tmp_path / f"{number}.txt") as temporary:
                         temporary.write_text("whole")
                 os._exit(0)

@@ -53,7 +53,12 @@ def test_nobody_who_reads_on_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("how", ["<&- >&- 2>&-", "2> /dev/full", "2> >(true)"])
+HARMLESS = ("2> /dev/full", "2> >(true)")
+
+
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(one, marks=pytest.mark.slow) for one in HARMLESS), "<&- >&- 2>&-"]
+)
 def test_a_run_whose_messages_are_lost_is_trained_to_its_end(
     runs: tuple[Run, Run], tmp_path: Path, how: str
 ) -> None:

@@ -80,7 +80,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("replaced", KINDS)
+@pytest.mark.parametrize(
+    "replaced", [pytest.param(one, marks=[pytest.mark.slow] * (one != "Features")) for one in KINDS]
+)
 def test_a_new_kind_is_named_by_report_and_doctor_and_drawn_by_every_analysis(
     replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_wandb_that_is_killed_or_stopped_costs_the_mirror(tmp_path: Path) -> None:
     """Python, too, then ends without it."""
     run = pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
