@@ -22,7 +22,7 @@ import triton
 from torch import Tensor, nn
 
 from stopmim.gpu.blocks import USUAL, fused, through
-from stopmim.gpu.kernels import attention, blockwise, norm
+from stopmim.gpu.kernels import attention, blockwise, gelu, norm
 from stopmim.method.encoder import Block
 
 # Tokens and channels of a head: predictors of B, L and H, contexts of H and B.
@@ -57,6 +57,10 @@ def interpret() -> None:
         wanted = torch.autograd.grad(expected, exact, [g.double() for g in above])
         pairs = zip((*found, *grads), (*expected, *wanted), strict=True)
         print(f"add_norm {width}:", *(relative(a.detach(), b.detach()) for a, b in pairs))
+        x, above = (torch.randn(7, 4 * width + 96).half() for _ in range(2))
+        (slope,) = torch.autograd.grad(F.gelu(y := x.double().requires_grad_()), y, above.double())
+        grad, sums = gelu.gelu_after_backward(x, above)
+        print(f"gelu_after {width}:", relative(grad, slope), relative(sums, slope.sum(dim=0)))
     for n, d in HEADS:
         for first in (0, n // 2):
             qkv = torch.randn(1, n, 3 * d).half().requires_grad_()
@@ -112,7 +116,11 @@ def compile_all() -> None:
             types |= {"delta": "*bf16", "h": "*bf16", "grad_h": "*bf16", "grad_delta": "*bf16"}
             for kernel in (norm._add_norm_forward, norm._add_norm_backward):
                 report(f"{width} {stream}", kernel, types, tiles | {"ALONE": False})
-    half = dict.fromkeys(("qkv", "out", "grad_out", "grad"), "*bf16")
+    half = dict.fromkeys(("x", "qkv", "out", "grad_out", "grad"), "*bf16")
+    for width in WIDTHS:
+        tiles = {"D": 4 * width, "COLUMNS": gelu.COLUMNS, "STAGES": gelu.STAGES, "num_warps": 8}
+        tiles |= {"ROWS": gelu.NUMBERS // gelu.COLUMNS}
+        report(f"{4 * width}", gelu._gelu_backward_sums, half, tiles)
     for n, d in HEADS:
         tiles = blockwise._tiles(n, 0, d) | {"PART": blockwise.PART, "num_stages": 1}
         keys = {"KEYS": max(16, triton.next_power_of_2(n))}

@@ -106,6 +106,25 @@ def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
     torch.testing.assert_close(found_slope, slope, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 48), (333, 1536), (4097, 3072), (70, 5120)])
+def test_a_gelu_after_a_layer_sums_the_gradient_of_its_bias(tokens: int, width: int) -> None:
+    from stopmim.gpu.kernels.gelu import gelu_after
+
+    x = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    bias = torch.randn(width, device="cuda", requires_grad=True)
+    above = torch.randn(tokens, width, device="cuda").bfloat16()
+    exact = x.detach().double().requires_grad_()
+    expected = F.gelu(exact)
+    (slope,) = torch.autograd.grad(expected, exact, above.double())
+    found = gelu_after(x, bias)
+    grad, sums = torch.autograd.grad(found, (x, bias), above)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(grad.double(), slope, rtol=2**-7, atol=1e-5)
+    slope = slope.sum(dim=0)
+    # The sum is of gradients that were not rounded.
+    assert float((sums.double() - slope).norm() / slope.norm()) < 1e-4
+
+
 @cache
 def twelve(compile_: str) -> list[float]:
     return updates(compile_, 12)

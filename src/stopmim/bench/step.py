@@ -294,7 +294,8 @@ def count_flops(config: Config, masks: masking.Masks) -> float:
 
     Recomputed activations (`runtime.recompute`) count once: doing them twice is cost, not work.
     """
-    config = configure(config, {"runtime.recompute": "off"})
+    usual_way = {"runtime.recompute": "off", "runtime.kernels": "usual", "runtime.residual": "fp32"}
+    config = configure(config, usual_way)
     # Only the products of the MATH backend are counted.
     with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
         model = build(config).train()

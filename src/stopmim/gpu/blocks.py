@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stopmim.base.console import warn
 from stopmim.config.schema import RuntimeConfig
-from stopmim.gpu.attention import HAVE_TRITON, attend, gelu, is_short
+from stopmim.gpu.attention import HAVE_TRITON, attend, is_short
 from stopmim.gpu.sharding import is_sharded
 
 WIDEST = 4096  # channels of a token that one program can hold
@@ -73,8 +73,15 @@ def fused(blocks: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
         mixed = _attend(attn.qkv(h), attn.heads, skipped)
         x, h = _add_norm(x[:, skipped:], mixed, attn.proj, block.norm2, half)
         dtype = torch.float32 if last else half  # what `norm` returns under autocast
-        x, h = _add_norm(x, gelu(mlp.fc1(h)), mlp.fc2, after, dtype)
+        x, h = _add_norm(x, _hidden(h, mlp.fc1), mlp.fc2, after, dtype)
     return h
+
+
+def _hidden(h: Tensor, layer: nn.Linear) -> Tensor:
+    """GELU of layer(h). Its bias is added here, and its gradient summed by the kernel."""
+    from stopmim.gpu.kernels.gelu import gelu_after  # needs triton
+
+    return gelu_after(F.linear(h, layer.weight, layer.bias.detach()), layer.bias)
 
 
 def _add_norm(
