@@ -57,7 +57,7 @@ ablations ablations.table ablations.paper ablations.questions ablations.trial ab
 ablations.record ablations.lines ablations.report ablations.run ablations.recorded ablations.left
 ablations.page
 bench bench.timing bench.loader bench.rasters bench.probe bench.accounting bench.step bench.growth
-bench.kernels bench.saving bench.tracking bench.evals
+bench.kernels bench.run bench.saving bench.tracking bench.evals
 cli.demo cli.help cli.options cli.wrong_input cli.benchmarks cli.evaluate cli.insight cli.presets
 cli.training cli.weights cli.run cli
 __init__

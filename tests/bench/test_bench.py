@@ -8,6 +8,7 @@ import torch
 
 from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
+from stopmim.bench import run as bench_run
 from stopmim.bench import saving as bench_saving
 from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
 from stopmim.bench.timing import record_lines
@@ -121,6 +122,30 @@ def test_saves_are_timed_with_and_without_waiting(monkeypatch: pytest.MonkeyPatc
         assert line["update_ms"] > 0
         assert line["megabytes"] > 1
     assert waits["longest_pause_ms"] > 0
+
+
+def test_a_run_is_timed_beside_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "FILES", {"cpu": 6})
+    monkeypatch.setattr(bench_run, "UPDATES", {"cpu": 6})
+    several = {"masking.target_scale": (0.06, 0.3), "optim.batch_size": 2, "runtime.log_every": 1}
+    line = json.loads(bench_run.bench_run("tiny_cpu", QUICK | several))
+    assert line["files"] == 6
+    assert line["epochs"] == 2
+    assert line["of_step"] == pytest.approx(
+        line["images_per_s"] / line["step_images_per_s"], abs=0.01
+    )
+
+
+def test_a_step_is_timed_in_turn_with_other_configs() -> None:
+    other = "runtime.recompute=on,optim.lr=1e-3"
+    lines = bench_step("tiny_cpu", QUICK, rounds=1, twin=False, versus=(other,)).split("\n")
+    first, second, ratio, *_ = map(json.loads, lines)
+    assert "with" not in first
+    assert second["with"] == other
+    assert ratio["bench"] == f"step ratio to {other}"
+    assert ratio["time"] == pytest.approx(first["ms"] / second["ms"], rel=0.01)
+    with pytest.raises(UserError, match="expected KEY=VALUE"):
+        bench_step("tiny_cpu", QUICK, versus=("runtime.recompute",))
 
 
 def test_kernels_are_timed_on_a_gpu_only(

@@ -57,9 +57,9 @@ def interpret() -> None:
         wanted = torch.autograd.grad(expected, exact, [g.double() for g in above])
         pairs = zip((*found, *grads), (*expected, *wanted), strict=True)
         print(f"add_norm {width}:", *(relative(a.detach(), b.detach()) for a, b in pairs))
-        x, above = (torch.randn(7, 4 * width + 96).half() for _ in range(2))
-        (slope,) = torch.autograd.grad(F.gelu(y := x.double().requires_grad_()), y, above.double())
-        grad, sums = gelu.gelu_after_backward(x, above)
+        x, over = (torch.randn(7, 4 * width + 96).half() for _ in range(2))
+        (slope,) = torch.autograd.grad(F.gelu(z := x.double().requires_grad_()), z, over.double())
+        grad, sums = gelu.gelu_after_backward(x, over)
         print(f"gelu_after {width}:", relative(grad, slope), relative(sums, slope.sum(dim=0)))
     for n, d in HEADS:
         for first in (0, n // 2):

@@ -28,6 +28,7 @@ from stopmim.bench import accounting, timing
 from stopmim.bench.accounting import Tokens
 from stopmim.bench.timing import Line
 from stopmim.config.schema import Config
+from stopmim.config.yaml_text import parse_yaml
 from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
 from stopmim.gpu.devices import choose_device, choose_precision
@@ -58,21 +59,25 @@ def bench_step(
     *,
     masks: MaskSource = "own",
     twin: bool = True,
+    versus: tuple[str, ...] = (),
     profile: bool = False,
     rounds: int = 10,
     out: Path | None = None,
 ) -> str:
     """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
 
+    `versus`: the same step with other config keys, as "runtime.kernels=usual", each in turn.
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
     of this config. The account of the step follows. With `profile`, its time kernel by kernel is
     added, and stands beside the floors of the account.
     """
     base = usual(preset, changes)
-    device, variants = choose_device(base.runtime.device), {base.positions.kind: base}
+    device = choose_device(base.runtime.device)
+    variants: dict[str, Config] = {base.positions.kind: base}
     if twin and base.positions.kind == "stochastic":
         plain = base.positions.model_validate({"kind": "sincos"})
         variants["sincos"] = configure(base.model_copy(update={"positions": plain}))
+    variants |= {text: configure(base, _pair(text)) for text in versus}
     steps = {name: prepare(config, masks) for name, config in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     products = [matmul_rate(device)]
@@ -81,17 +86,22 @@ def bench_step(
             times[name].append(timing.seconds_per_call(step.update, device))
     rates = statistics.median([*products, matmul_rate(device)]), copy_rate(device)
     lines: list[Line] = [
-        {"bench": "step", "positions": name, **timing.sizes(config), "masks": masks}
+        {"bench": "step", "positions": config.positions.kind, **timing.sizes(config)}
+        | ({"with": name} if name in versus else {})
+        | {"masks": masks}
         | _result(steps[name], times[name], config, rates)
         for name, config in variants.items()
     ]
-    if len(variants) == 2:
-        ratios = [s / p for s, p in zip(*times.values(), strict=True)]
-        stop, sincos = (step.memory for step in steps.values())
-        ratio: Line = {"bench": "step ratio stop / sincos"}
+    one, *others = variants
+    for other in others:
+        ratios = [a / b for a, b in zip(times[one], times[other], strict=True)]
+        a, b = steps[one].memory, steps[other].memory
+        ratio: Line = {"bench": f"step ratio to {other}"}
+        if other == "sincos":
+            ratio = {"bench": "step ratio stop / sincos"}
         ratio |= {"time": round(statistics.median(ratios), 4)}
         ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
-        ratio |= {"memory": round(stop / sincos, 4) if stop and sincos else None}
+        ratio |= {"memory": round(a / b, 4) if a and b else None}
         lines.append(ratio | {"rounds": len(ratios)})
     step = steps[base.positions.kind]
     measured = kernels(step.update, device) if profile else []
@@ -99,6 +109,14 @@ def bench_step(
     by_kind = measured[0] if measured and device.type == "cuda" else None  # names are of kernels
     lines += accounting.lines(accounting.account(base, step.tokens, a), rates, by_kind)
     return timing.record_lines([*lines, *measured], out, f"step_{base.arch}")
+
+
+def _pair(text: str) -> dict[str, Any]:
+    """The config key of "KEY=VALUE"; several are separated by commas."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise UserError(f"--versus {text}: expected KEY=VALUE, such as runtime.kernels=usual")
+    return {key: parse_yaml(value, f"--versus {key}") for key, _, value in pairs}
 
 
 def _result(

@@ -28,6 +28,7 @@ class Bench:
                 "growth",
                 "kernels",
                 "saving",
+                "run",
                 "loader",
                 "rasters",
                 "index",
@@ -42,6 +43,7 @@ class Bench:
             growth="step time against batch, masks, depth and resolution",
             kernels="fused kernels against the usual ones",
             saving="pauses of training while it saves",
+            run="a whole run on a folder of JPEGs, beside its step",
             loader="reading images, against the usual pipeline; cores that a GPU needs",
             rasters="reading arrays, against NumPy, and crops of a large file",
             index="listing images",
@@ -50,13 +52,15 @@ class Bench:
         ),
     ]
     preset: Annotated[str | None, option("NAME|FILE")] = None
-    """step, account, masks, saving; default: vit_b16_stop, on a CPU tiny_cpu, batch of one GPU"""
+    """step, account, masks, saving, run; default: vit_b16_stop for one GPU, on a CPU tiny_cpu"""
     masks: Literal["own", "published"] = "own"
     """step, account: likeliest mask shapes, or mean token counts of the released masks"""
     paper: bool = False
     """probe: the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
     twin: bool = True
     """step: also time the sine-cosine twin of a StoP preset and print the ratios"""
+    versus: Annotated[tuple[str, ...], option("KEY=VALUE ...")] = ()
+    """step: time it with this config too, in turn, and print the ratio"""
     profile: bool = False
     """step: show where the time goes, kernel by kernel"""
     parts: Annotated[
@@ -78,6 +82,7 @@ class Bench:
         from stopmim.bench.loader import bench_index, bench_loader
         from stopmim.bench.probe import bench_probe
         from stopmim.bench.rasters import bench_rasters
+        from stopmim.bench.run import bench_run
         from stopmim.bench.saving import bench_saving
         from stopmim.bench.step import bench_account, bench_masks, bench_step
         from stopmim.bench.timing import check_folder
@@ -88,12 +93,16 @@ class Bench:
         if self.out is not None:
             check_folder(self.out)
         functions: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-            "step": (bench_step, ("preset", "changes", "masks", "twin", "profile", "rounds")),
+            "step": (
+                bench_step,
+                ("preset", "changes", "masks", "twin", "versus", "profile", "rounds"),
+            ),
             "account": (bench_account, ("preset", "changes", "masks")),
             "masks": (bench_masks, ("preset", "changes", "rounds")),
             "growth": (bench_growth, ("changes", "rounds")),
             "kernels": (bench_kernels, ("rounds",)),
             "saving": (bench_saving, ("preset", "changes")),
+            "run": (bench_run, ("preset", "changes")),
             "loader": (bench_loader, ("rounds", "rate")),
             "rasters": (bench_rasters, ("rounds",)),
             "index": (bench_index, ("rounds",)),

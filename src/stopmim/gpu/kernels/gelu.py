@@ -119,7 +119,7 @@ def _differentiate_gelu(ctx: Any, grad_out: Tensor) -> Tensor:
 gelu.register_autograd(_differentiate_gelu, setup_context=_save_input)
 
 
-# ------------------------------------------------------------------------------ after a linear layer
+# ---------------------------------------------------------------------------- after a linear layer
 
 
 @custom_op("stopmim::gelu_after", mutates_args=())
