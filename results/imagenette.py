@@ -10,6 +10,7 @@ class to test on: what a recipe may be chosen by.
 import io
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,14 @@ def squared(file: bytes) -> np.ndarray:
 
 
 arrays = {}
-for split in ("train", "val"):
-    found = [(squared(file), label) for file, label in encoded(split)]
-    if not found:
-        sys.exit(f"{folder}: no {split} images; expected {split}/CLASS/*.JPEG")
-    arrays[f"{split}_images"] = np.stack([image for image, _ in found])
-    arrays[f"{split}_labels"] = np.array([label for _, label in found])
+with ProcessPoolExecutor() as pool:
+    for split in ("train", "val"):
+        found = list(encoded(split))
+        if not found:
+            sys.exit(f"{folder}: no {split} images; expected {split}/CLASS/*.JPEG")
+        images = pool.map(squared, [file for file, _ in found], chunksize=64)
+        arrays[f"{split}_images"] = np.stack(list(images))
+        arrays[f"{split}_labels"] = np.array([label for _, label in found])
 np.savez(out, **arrays)
 
 images, labels = arrays["train_images"], arrays["train_labels"]
