@@ -125,13 +125,14 @@ def test_images_of_another_folder_than_the_one_in_the_list_are_mentioned(
     assert "such as dog/0.png as fox/0.png" in said
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])  # each begins with a mark
 def test_a_list_that_windows_wrote_means_the_same_and_is_not_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images, file = Named("cat/0.JPEG", "fox/0.JPEG", "fox/1.JPEG"), tmp_path / "few.txt"
     images.labels = {"class": np.array([0, 1, 1])}
     lines = ["", "train\\fox\\0.jpeg", "cat\\0.JPEG", "  ", "cat\\0.JPEG", "cat/0", ""]
-    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    file.write_bytes("\r\n".join(lines).encode(encoding))
     assert find_named(images, file) == [0, 1]
     check_named(images, file, ["class"])
     assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """Part of the images of a source, as those not skipped or one side of a split; some channels."""
 
+import codecs
 import hashlib
 import os
 from collections import defaultdict
@@ -189,7 +190,9 @@ def check_named(images: Images, file: Path, labels: Sequence[str]) -> None:
 
 def _read_names(file: Path) -> list[str]:
     try:
-        lines = read_regular(file).decode("utf-8-sig").splitlines()
+        data = read_regular(file)
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes
+        lines = data.decode("utf-16" if wide else "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: not a list of file names: {why}") from None
