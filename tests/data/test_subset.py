@@ -67,6 +67,12 @@ class Named(Arrays):
         ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2_5", "n2/n2_5.JPEG"),
         ("n2_5.JPEG n1_5.JPEG", "n1/n1_5.JPEG", "n1_5.JPEG"),
         ("part/3.png part/7.png", "elsewhere/3.png", "part/3.png"),
+        # As Windows writes them, but only what is not there as it is listed.
+        ("cat/7.png dog/7.png", "dog\\7.png .\\cat\\7.png", "cat/7.png dog/7.png"),
+        ("cat/7.png dog/7.png", "C:\\photos\\dog\\7.PNG", "dog/7.png"),
+        ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2/n2_5.jpeg n1_5.Jpeg", "n1/n1_5.JPEG n2/n2_5.JPEG"),
+        ("a/7.JPG a/7.jpg", "a/7.JPG", "a/7.JPG"),
+        ("a\\7.png a/7.png", "a\\7.png", "a\\7.png"),
     ],
 )
 def test_a_list_finds_whole_paths_and_unique_base_names(
@@ -89,6 +95,9 @@ def test_a_list_finds_whole_paths_and_unique_base_names(
         ("a/7.png b/8.png", "b/7.png", "not among the 2 training images: b/7.png$"),
         ("a/7.png b/8.png", "train/b/7.png", "not among the 2 training images: train/b/7.png$"),
         ("a/7.png b/8.png", "7.jpg", "not among the 2 training images: 7.jpg$"),
+        ("a/7.png b/8.png", r"b\7.png", r"not among the 2 training images: b\\7.png$"),
+        ("a/7.JPG a/7.jpg", "a/7.Jpg", "a/7.Jpg could be a/7.JPG or a/7.jpg"),
+        ("Cat/7.png cat/8.png", "cat/7.png", "not among the 2 training images: cat/7.png$"),
         ("a/7.png", "", "an empty list; expected the name of an image per line"),
     ],
 )
@@ -114,6 +123,19 @@ def test_images_of_another_folder_than_the_one_in_the_list_are_mentioned(
     said = " ".join(capsys.readouterr().err.split())
     assert "2 of its 3 images were found in another folder" in said
     assert "such as dog/0.png as fox/0.png" in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])  # each begins with a mark
+def test_a_list_that_windows_wrote_means_the_same_and_is_not_warned_of(
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, file = Named("cat/0.JPEG", "fox/0.JPEG", "fox/1.JPEG"), tmp_path / "few.txt"
+    images.labels = {"class": np.array([0, 1, 1])}
+    lines = ["", "train\\fox\\0.jpeg", "cat\\0.JPEG", "  ", "cat\\0.JPEG", "cat/0", ""]
+    file.write_bytes("\r\n".join(lines).encode(encoding))
+    assert find_named(images, file) == [0, 1]
+    check_named(images, file, ["class"])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_part_of_scenes_is_asked_what_scenes_are_asked_and_shown_whole() -> None:

@@ -818,6 +818,17 @@ def test_fine_tuning_learns_leaves_the_encoder_alone_and_is_the_same_again() -> 
     assert run(short) == once
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_untrained_network_is_fine_tuned_and_announced_only_where_that_is_asked_for(
+    asked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = Coloured(8, classes=2)
+    inputs = Inputs(open_encoder(RANDOM), images, images)
+    (found,) = suite(inputs, [Finetune(per_class=2, epochs=1, random_init=asked)])
+    assert (found.random_init is not None) is asked
+    assert ("random init, network" in "".join(capsys.readouterr())) is asked
+
+
 def test_a_class_token_is_fine_tuned_with_the_rest_and_left_out_of_the_average() -> None:
     encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2, class_token=True)
     model = Classifier(encoder, 3, 0.0)

@@ -1,8 +1,10 @@
 """Part of the images of a source, as those not skipped or one side of a split; some channels."""
 
+import codecs
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -139,25 +141,29 @@ def find_named(images: Images, file: Path) -> list[int]:
     """Indices of the images that `file` names, one per line: by path, or by a unique base name.
 
     The published list of 1 % of ImageNet (``1percent.txt`` of SimCLR, MSN and StoP) has 12,811 base
-    names, such as ``n04235860_14959.JPEG``. Extensions may be left out.
+    names, such as ``n04235860_14959.JPEG``. Extensions may be left out. What is found in no other
+    way is looked for as a list of Windows may write it: with \\ for / and an extension in capitals.
     """
     return sorted(set(_find_each(images, file).values()))
 
 
 def _find_each(images: Images, file: Path) -> dict[str, int]:
     """The image of every name in `file`."""
-    listed = _read_names(file)
-    names = _Names(images, {_base(name) for name in listed})
-    found, missing = dict[str, int](), list[str]()
-    for name in listed:
-        match names.find(name):
-            case [i]:
-                found[name] = i
-            case []:
-                missing.append(name)
-            case [i, j, *_]:
-                which = f"{name} could be {images.name(i)} or {images.name(j)}"
-                raise DataError(f"{file}: {which}; write its whole path")
+    found, missing = dict[str, int](), _read_names(file)
+    for spelling in (str, _portable):  # as they are, then what is left
+        names = _Names(images, missing, spelling)
+        left, missing = missing, []
+        for name in left:
+            match names.find(spelling(name)):
+                case [i]:
+                    found[name] = i
+                case []:
+                    missing.append(name)
+                case [i, j, *_]:
+                    which = f"{name} could be {images.name(i)} or {images.name(j)}"
+                    raise DataError(f"{file}: {which}; write its whole path")
+        if not missing:
+            break
     if missing:
         others = f" and {len(missing) - 1} more" if missing[1:] else ""
         which = f"not among the {len(images)} training images: {missing[0]}{others}"
@@ -184,7 +190,9 @@ def check_named(images: Images, file: Path, labels: Sequence[str]) -> None:
 
 def _read_names(file: Path) -> list[str]:
     try:
-        lines = read_regular(file).decode("utf-8-sig").splitlines()
+        data = read_regular(file)
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes
+        lines = data.decode("utf-16" if wide else "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: not a list of file names: {why}") from None
@@ -194,16 +202,28 @@ def _read_names(file: Path) -> list[str]:
     return names
 
 
-class _Names:
-    """Images by path and by base name, with and without extension; only those of `bases`."""
+def _portable(name: str) -> str:
+    """`name` as other systems may write it: with / for \\, and its extension in small letters."""
+    stem, extension = os.path.splitext(name.replace("\\", "/"))
+    return stem + extension.lower()
 
-    def __init__(self, images: Images, bases: set[str]) -> None:
-        self.images = images
+
+class _Names:
+    """Images by path and by base name, with and without extension; only those of `listed`.
+
+    All names are in this `spelling`.
+    """
+
+    def __init__(
+        self, images: Images, listed: Sequence[str], spelling: Callable[[str], str]
+    ) -> None:
+        bases = {_base(spelling(name)) for name in listed}
+        self.images, self.spelling = images, spelling
         self.folders = set[str]()  # that hold images
         self.by_path = defaultdict[str, list[int]](list)
         self.by_base = defaultdict[str, list[tuple[str, int]]](list)  # paths and images
         for i in range(len(images)):
-            folder, slash, base = images.name(i).rpartition("/")
+            folder, slash, base = spelling(images.name(i)).rpartition("/")
             self.folders.add(folder)
             for name in bases.intersection((base, base.rpartition(".")[0])):
                 path = f"{folder}{slash}{name}"
@@ -230,7 +250,8 @@ class _Names:
 
     def _exact(self, found: list[int], name: str) -> list[int]:
         """Those of `found` that have this extension, if any do: a.png is not a.png.jpg."""
-        return [i for i in found if self.images.name(i).endswith(name)] or found
+        named = [i for i in found if self.spelling(self.images.name(i)).endswith(name)]
+        return named or found
 
 
 def _base(path: str) -> str:
@@ -239,4 +260,4 @@ def _base(path: str) -> str:
 
 def _folder(path: str) -> str:
     """Name of the folder that `path` is in, "" if it says none."""
-    return _base(path.rpartition("/")[0])
+    return _base(_portable(path).rpartition("/")[0])

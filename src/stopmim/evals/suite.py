@@ -46,10 +46,11 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
-    total = inputs.random_inits if paired else 1
+    beside = [p for p in possible if p.compared]
+    total = inputs.random_inits if paired else min(1, len(beside))
     for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
         say(f"{RANDOM_INIT}, network {i + 1} of {total}")
-        for measured in measure(twin, paired if i else possible):
+        for measured in measure(twin, paired if i else beside):
             before.setdefault(quantity(measured.result), []).append(measured)
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
 

@@ -34,6 +34,10 @@ class Finetune(FewLabels, Selecting):
 
     cacheable = False
 
+    @property
+    def compared(self) -> bool:
+        return self.random_init
+
     def recipe_for(self, width: int) -> TuningName:
         """The recipe for an encoder of this width; ViT-H, and what is larger, has its own."""
         if self.recipe != "auto":
@@ -56,8 +60,6 @@ class Finetune(FewLabels, Selecting):
 
         if not isinstance(inputs.encoder, VisionTransformer):
             raise UserError("finetune: only a Vision Transformer of ours can be fine-tuned")
-        if inputs.untrained and not self.random_init:
-            return
         chosen, tuning = "", self.tuning(inputs.encoder.width)
         if self.list is not None or self.per_class:
             index, how = self.choose(inputs, label)

@@ -37,6 +37,11 @@ class Protocol(ABC):
         return True
 
     @property
+    def compared(self) -> bool:
+        """Whether untrained networks are measured as well."""
+        return True
+
+    @property
     def crops(self) -> TaskName | None:
         """The published recipe whose crops must be shown, if any; it holds for all protocols."""
         return None
