@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -88,14 +89,16 @@ def extract(
     answer = partial(_answer, features_of, stats_for(encoder), precision)
     # Allocated outside inference mode, so that a caller may train on it.
     features, done, begin = torch.empty(n, layers * encoder.width), 0, time.monotonic()
+    kept = features.numpy()
     with evaluating(encoder), Ticker("features", n) as ticker:
         for found in _one_behind(map(answer, size), device):
-            if not found.isfinite().all():
+            # By numpy: torch would start threads, which wait for cores that are busy decoding.
+            if not np.isfinite(found.numpy()).all():
                 raise NonFiniteError(
                     f"the encoder gives no finite features for {images.name(done)} or one of "
                     f"the {len(found) - 1} after it; was it saved after the loss diverged?"
                 )
-            features[done : done + len(found)] = found
+            kept[done : done + len(found)] = found.numpy()
             done += len(found)
             ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
     return features

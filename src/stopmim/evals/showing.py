@@ -197,9 +197,12 @@ def _copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]
     """The batches on a GPU, each copied while it works on the one before."""
     stream = torch.cuda.Stream(device)
     for batch in batches:
-        # Pinned first: the original may be overwritten while the copy is still under way.
+        # Pinned first: the original may be overwritten while the copy is still under way. By numpy:
+        # threads of torch would wait for each other on cores that are busy decoding.
         with torch.cuda.stream(stream):
-            there = batch.pin_memory().to(device, non_blocking=True)
+            pinned = torch.empty_like(batch, pin_memory=True)
+            np.copyto(pinned.numpy(), batch.numpy())
+            there = pinned.to(device, non_blocking=True)
         here = torch.cuda.current_stream(device)
         here.wait_stream(stream)
         there.record_stream(here)
