@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,18 +112,18 @@ def trained(given: list[Tensor], dtype: torch.dtype) -> Trained:
     return Trained(weights, optimizer, {weights[i]: 0.9 * weights[i].detach() for i in FOLLOWED})
 
 
-def optimize() -> None:
-    """Six updates in one pass, and in three, against float64."""
-    given = [torch.randn(size) for size in SIZES]
+def optimize(device: str = "cpu") -> Iterator[tuple[str, dict[str, float]]]:
+    """Relative errors of six updates in one pass, and in three, against float64."""
+    given = [torch.randn(size, device=device) for size in SIZES]
     for case in ("aligned", "unaligned", "skipped"):
         ours, usual = (trained(given, torch.float32) for _ in range(2))
         exact = trained(given, torch.float64)
         at_once, made = adamw.OnePass(ours.optimizer, ours.targets), 0
         for step in range(6):
             now = Rates(1e-2 / (step + 1), 0.1 * step, 0.9 + 0.01 * step)
-            skip = torch.tensor(float(case == "skipped" and step in (2, 3)))
+            skip = torch.tensor(float(case == "skipped" and step in (2, 3)), device=device)
             for i, size in enumerate(SIZES):
-                room = torch.randn(given[i].numel() + 1)
+                room = torch.randn(given[i].numel() + 1, device=device)
                 slope = (room[1:] if case == "unaligned" else room[:-1]).view(size)
                 if skip:
                     slope = slope * torch.nan
@@ -138,8 +139,7 @@ def optimize() -> None:
         assert made == 5  # the first makes the moments
         wanted = exact.state()
         for name, some in (("one pass", ours), ("three", usual)):
-            errors = [f"{key} {relative(x, wanted[key])}" for key, x in some.state().items()]
-            print(f"adamw {case}, {name}:", *errors)
+            yield f"{case}, {name}", {k: _error(x, wanted[k]) for k, x in some.state().items()}
 
 
 def walk() -> None:
@@ -240,7 +240,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if os.environ.get("TRITON_INTERPRET"):
         interpret()
-        optimize()
+        for name, errors in optimize():
+            print(f"adamw {name}:", *(f"{key} {error:.1e}" for key, error in errors.items()))
         walk()
     else:
         compile_all()
