@@ -18,7 +18,7 @@ base base.errors base.faults base.memory base.causes base.pictures base.random_k
 base.signals base.streams base.tables base.waiting base.files base.sandbox base.secrets base.console
 config.architectures config.yaml_text config.section config.data config.schema config config.presets
 gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.kernels.attention gpu.kernels.gelu
-gpu.kernels.norm gpu.kernels.blockwise gpu.sharding gpu.attention gpu.blocks
+gpu.kernels.norm gpu.kernels.blockwise gpu.kernels.adamw gpu.sharding gpu.attention gpu.blocks
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
 data.pixels data.crops data.decode data.index_cache data.scene data.sources data.render
@@ -179,6 +179,9 @@ MANY_OPTIONS = {
     "_block_attention_backward",
     "_add_norm_forward",
     "_add_norm_backward",
+    "_adamw_prepare",
+    "_adamw_piece",
+    "_adamw_update",
 }
 
 

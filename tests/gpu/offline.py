@@ -9,12 +9,15 @@ Not a test: torch with CUDA brings the Triton that it needs, and no other can be
 """
 
 import copy
+import math
 import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +25,17 @@ import triton
 from torch import Tensor, nn
 
 from stopmim.gpu.blocks import USUAL, fused, through
-from stopmim.gpu.kernels import attention, blockwise, gelu, norm
+from stopmim.gpu.kernels import adamw, attention, blockwise, gelu, norm
 from stopmim.method.encoder import Block
+from stopmim.train.optimizer import step_at
+from stopmim.train.rates import Rates
 
 # Tokens and channels of a head: predictors of B, L and H, contexts of H and B.
 HEADS = ((85, 32), (85, 24), (116, 24), (73, 80), (52, 64))
 WIDTHS = (384, 768, 1024, 1280)
+# Of weights: full pieces, a last one that is not full, and sizes that are no multiple of 4.
+SIZES = ((256, 64), (3, 2732), (3, 2731), (8192,), (1,), ())
+FOLLOWED = (0, 2, 3, 5)  # those with a target
 
 
 def relative(found: Tensor, expected: Tensor) -> str:
@@ -75,6 +83,67 @@ def interpret() -> None:
                 (grad,) = torch.autograd.grad(answer, qkv, slope)
                 errors = relative(answer.detach(), out.detach()), relative(grad, exactly.double())
                 print(f"{name}_attention {n} x {d} from {first}:", *errors)
+
+
+class Trained(NamedTuple):
+    """Weights with all that an update changes."""
+
+    weights: list[Tensor]
+    optimizer: torch.optim.Optimizer
+    targets: dict[Tensor, Tensor]
+
+    def three_passes(self, now: Rates[float], skip: Tensor) -> None:
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        step_at(self.optimizer, now, skip)
+        for p, q in self.targets.items():
+            q.lerp_(p.detach(), 1 - now.momentum)
+
+    def state(self) -> dict[str, Tensor]:
+        """Of every kind, all numbers in one."""
+        found = {"weight": self.weights, "target": list(self.targets.values())}
+        states = [self.optimizer.state[p] for p in self.weights]
+        found |= {key: [x[key] for x in states] for key in ("exp_avg", "exp_avg_sq", "step")}
+        return {key: torch.cat([x.detach().flatten() for x in xs]) for key, xs in found.items()}
+
+
+def trained(given: list[Tensor], dtype: torch.dtype) -> Trained:
+    weights = [x.to(dtype, copy=True).requires_grad_() for x in given]
+    groups = [
+        {"params": [p for p in weights if (p.ndim > 1) == decays], "decays": decays}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    return Trained(weights, optimizer, {weights[i]: 0.9 * weights[i].detach() for i in FOLLOWED})
+
+
+def optimize(device: str = "cpu") -> Iterator[tuple[str, dict[str, float]]]:
+    """Relative errors of six updates in one pass, and in three, against float64."""
+    given = [torch.randn(size, device=device) for size in SIZES]
+    for case in ("aligned", "unaligned", "skipped"):
+        ours, usual = (trained(given, torch.float32) for _ in range(2))
+        exact = trained(given, torch.float64)
+        at_once, made = adamw.OnePass(ours.optimizer, ours.targets), 0
+        for step in range(6):
+            now = Rates(1e-2 / (step + 1), 0.1 * step, 0.9 + 0.01 * step)
+            skip = torch.tensor(float(case == "skipped" and step in (2, 3)), device=device)
+            for i, size in enumerate(SIZES):
+                room = torch.randn(given[i].numel() + 1, device=device)
+                slope = (room[1:] if case == "unaligned" else room[:-1]).view(size)
+                if skip:
+                    slope = slope * torch.nan
+                for some in (ours, usual, exact):
+                    p = some.weights[i]
+                    p.grad = None if (i, step) == (3, 4) else slope.to(p.dtype)
+            if at_once(*now, skip):
+                made += 1
+            else:
+                ours.three_passes(now, skip)
+            usual.three_passes(now, skip)
+            exact.three_passes(now, skip)
+        assert made == 5  # the first makes the moments
+        wanted = exact.state()
+        for name, some in (("one pass", ours), ("three", usual)):
+            yield f"{case}, {name}", {k: _error(x, wanted[k]) for k, x in some.state().items()}
 
 
 def walk() -> None:
@@ -129,6 +198,12 @@ def compile_all() -> None:
         report(
             f"{n} x {d}", attention._attention_backward, half, {"D": d, **attention._tiles(n, d)}
         )
+    rates = dict.fromkeys(("lr", "weight_decay", "momentum"), "*fp64")
+    table = rates | {"table": "*i64", "gradients": "*i64", "owners": "*i32"}
+    logs = {"LOG2_B": math.log2(0.9), "LOG2_C": math.log2(0.999), "num_warps": 1}
+    report("", adamw._adamw_prepare, table, logs)
+    given = {"B": 0.9, "C": 0.999, "EPS": 1e-8, "PIECE": adamw.PIECE, "BLOCK": adamw.BLOCK}
+    report("", adamw._adamw_update, table, given | {"num_warps": adamw.WARPS})
 
 
 def report(what: str, kernel: Any, types: dict[str, str], tiles: dict[str, Any]) -> None:
@@ -159,10 +234,12 @@ def report(what: str, kernel: Any, types: dict[str, str], tiles: dict[str, Any])
     assert used, said
     registers, spilled = map(int, used.groups())
     warps, shared = options["num_warps"], made.metadata.shared
+    widths = Counter(re.findall(r"(?:ld|st)\.global[\w.]*\.(?:v[248]\.)?b\d+", made.asm["ptx"]))
     programs = min(65536 // (registers * warps * 32), 233472 // (shared + 1024), 64 // warps)
     print(
         f"{kernel.__name__} {what}: {warps} warps, {registers} registers, {spilled} bytes spilled, "
-        f"{shared / 1024:.1f} KiB shared, {programs} programs per multiprocessor",
+        f"{shared / 1024:.1f} KiB shared, {programs} programs per multiprocessor, "
+        + ", ".join(f"{n} {access}" for access, n in sorted(widths.items())),
         flush=True,
     )
 
@@ -171,6 +248,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if os.environ.get("TRITON_INTERPRET"):
         interpret()
+        for name, errors in optimize():
+            print(f"adamw {name}:", *(f"{key} {error:.1e}" for key, error in errors.items()))
         walk()
     else:
         compile_all()

@@ -32,7 +32,7 @@ from stopmim.method.encoder import VisionTransformer
 from stopmim.runs import checkpoint
 from stopmim.train.draws import draw_noise
 from stopmim.train.loop import pretrain
-from stopmim.train.optimizer import adamw
+from stopmim.train.optimizer import adamw, advance, one_pass
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Part, Step, build_step
 
@@ -203,9 +203,13 @@ def test_recordings_of_two_sizes_share_memory_and_do_not_disturb_each_other() ->
     assert recorded[0] > 1.5 * recorded[-1]  # or standing still would look the same
 
 
-def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> None:
+KERNELS = pytest.mark.parametrize("kernels", ["usual", "fused"])
+
+
+@KERNELS
+def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before(kernels: str) -> None:
     """Bit for bit: played back or not is not to be seen, or a resumed run would be another."""
-    played, usual = Trained("auto"), Trained("auto")
+    played, usual = (Trained("auto", **{"runtime.kernels": kernels}) for _ in range(2))
     for step in range(6):
         usual.graphs.calls.clear()
         a, b = played.update(step), usual.update(step)
@@ -216,8 +220,9 @@ def test_a_recorded_update_is_one_launch_of_what_was_made_as_usual_before() -> N
     assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
 
 
-def test_a_recorded_update_takes_the_rates_of_its_step() -> None:
-    trained = Trained("auto")
+@KERNELS
+def test_a_recorded_update_takes_the_rates_of_its_step(kernels: str) -> None:
+    trained = Trained("auto", **{"runtime.kernels": kernels})
     for step in range(4):
         trained.update(step)
     name = "blocks.0.mlp.fc1.weight"
@@ -252,8 +257,9 @@ def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Re
     assert right[1][-1].max() > 0.3  # of 0.2 by chance; LARS begins slowly
 
 
-def test_a_loss_that_is_not_finite_ends_recorded_updates() -> None:
-    trained = Trained("auto")
+@KERNELS
+def test_a_loss_that_is_not_finite_ends_recorded_updates(kernels: str) -> None:
+    trained = Trained("auto", **{"runtime.kernels": kernels})
     for step in range(5):
         trained.update(step)
     before, images = trained.state(), trained.images
@@ -545,11 +551,84 @@ def test_fused_kernels_are_what_fused_runs(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) == 4  # the target encoder alone, which keeps nothing
 
 
-def test_a_run_goes_on_with_other_kernels(tmp_path: Path) -> None:
-    options = SMALL | {"runtime.log_every": 1}
+class Updated:
+    """A model that is updated by given gradients, which are in new memory every time."""
+
+    def __init__(self, is_fused: bool) -> None:
+        config = configure("vit_b16_stop", SMALL)
+        self.model = build(config).cuda()
+        self.optimizer = adamw(self.model, config.optim)
+        self.at_once = one_pass(self.model, self.optimizer, torch.bfloat16) if is_fused else None
+        self.graphs = CudaGraphs(self.update, torch.device("cuda"))
+
+    def update(self, x: Tensor, skip: Tensor, now: Rates[Tensor]) -> dict[str, Tensor]:
+        for i, p in enumerate(p for p in self.model.parameters() if p.requires_grad):
+            places = torch.arange(p.numel(), device="cuda").view(p.shape)
+            p.grad = torch.sin(x.sum() * (i + 1) + places)
+        skip = skip.float()
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        advance(self.model, self.optimizer, now, skip, self.at_once)
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"skip": skip}
+
+    def state(self) -> dict[str, Tensor]:
+        weights, slots = checkpoint.live(self.model, self.optimizer)
+        return weights | slots
+
+
+def test_one_pass_over_memory_is_adamw_with_decay_and_then_the_target_encoder() -> None:
+    """Plain, recorded, with plain updates between recordings, and skipped in each of these."""
+    ours, usual = Updated(is_fused=True), Updated(is_fused=False)
+    assert ours.at_once is not None
+    skipped, sizes = (1, 3, 8), [1] * 5 + [2, 2] + [1] * 5
+    for step, size in enumerate(sizes):
+        skip = step in skipped
+        x = torch.full((size,), math.nan if skip else step + 1.0, device="cuda")
+        now = Rates(1e-2 / (step + 1), 0.1 * step, 0.9 + 0.005 * step)
+        before = {name: v.clone() for name, v in ours.state().items()}
+        for one in (ours, usual):
+            one.graphs(x, float(skip), now)
+        wanted = usual.state()
+        for name, found in ours.state().items():
+            distance = (found.double() - wanted[name].double()).norm()
+            assert distance <= 3e-6 * wanted[name].double().norm(), (step, name)
+            if skip and not name.startswith("target_encoder"):
+                assert torch.equal(found, before[name]), (step, name)
+    assert ours.at_once.table is not None  # or it was never used
+    assert len(ours.graphs.recordings) == 1
+    p = ours.model.predictor.predictor_proj.weight
+    assert int(ours.optimizer.state[p]["step"]) == len(sizes) - len(skipped)
+
+
+def test_one_pass_takes_weights_and_gradients_of_any_size_and_place() -> None:
+    """Sizes that are no multiple of 4, gradients that begin anywhere, and some that are missing."""
+    from offline import optimize
+
+    for name, errors in optimize("cuda"):
+        assert errors.pop("step") == 0, name
+        assert max(errors.values()) < 1e-6, (name, errors)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_used"), [("bf16", True), ("fp16", False), ("fp32", False)]
+)
+def test_the_optimizer_goes_through_memory_once_if_kernels_are_fused(
+    precision: str, is_used: bool
+) -> None:
+    trained = Trained("off", **FUSED, **{"runtime.precision": precision})
+    assert isinstance(trained.make, Step)
+    for step in range(2):
+        trained.update(step)
+    at_once = trained.make.at_once
+    assert (at_once is not None and at_once.table is not None) == is_used
+
+
+@pytest.mark.parametrize(("first", "then"), [("usual", "fused"), ("fused", "usual")])
+def test_a_run_goes_on_with_other_kernels(tmp_path: Path, first: str, then: str) -> None:
+    options = SMALL | {"runtime.log_every": 1, "runtime.kernels": first}
     whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)
     pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", stop_at=3, **options)
-    options |= FUSED
+    options |= {"runtime.kernels": then}
     cut = pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", **options)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, cut)]
     torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)

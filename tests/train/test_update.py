@@ -15,7 +15,7 @@ from stopmim.config.schema import OptimConfig
 from stopmim.gpu.devices import compiles_itself
 from stopmim.method.build import build_sampler, configure
 from stopmim.method.model import MaskedImageModel
-from stopmim.train.optimizer import adamw, set_rates, step_at
+from stopmim.train.optimizer import adamw, advance, one_pass, set_rates, step_at
 from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Part, Step, build_step
 
@@ -113,6 +113,19 @@ def test_a_momentum_on_the_device_moves_the_target_as_a_number_does(momentum: fl
     ):
         torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
         assert momentum < 1 or torch.equal(q, old)
+
+
+def test_the_target_follows_the_updated_encoder_also_where_kernels_are_fused_in_vain() -> None:
+    """On a CPU there is no single pass; the order of encoder and target is that of I-JEPA."""
+    model = small()
+    optimizer = adamw(model, OPTIM)
+    at_once = one_pass(model, optimizer, torch.bfloat16)
+    assert at_once is None
+    weight, follower = (m.patch_embed.proj.weight for m in (model.encoder, model.branch()))
+    weight.grad, before = torch.ones_like(weight), (weight.detach().clone(), follower.clone())
+    advance(model, optimizer, Rates(0.1, 0.0, 0.75), torch.zeros(()), at_once)
+    torch.testing.assert_close(weight.detach(), before[0] - 0.1)
+    torch.testing.assert_close(follower, 0.75 * before[1] + 0.25 * (before[0] - 0.1))
 
 
 def test_once_broken_nothing_changes_but_the_target_encoder() -> None:

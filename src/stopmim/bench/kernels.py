@@ -1,9 +1,10 @@
 """How fast the fused kernels are, and how exact.
 
 Each is compared with the usual way, at the sizes that a training step has: LayerNorm after a
-residual addition as torch compiles it, attention as `gpu/attention.py` has it. Both are recorded as
-CUDA graphs, so that launches cost nothing, and timed in turn. Errors are against float64, for fresh
-random inputs. The fewest bytes that must be moved, at the rate of a large copy, are the floor.
+residual addition as torch compiles it, attention as `gpu/attention.py` has it, the optimizer as
+recorded updates run it. Both are recorded as CUDA graphs, so that launches cost nothing, and timed
+in turn. Errors are against float64, for fresh random inputs. The fewest bytes that must be moved,
+at the rate of a large copy, are the floor.
 """
 
 import statistics
@@ -24,8 +25,11 @@ from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import HAVE_TRITON, attend
 from stopmim.gpu.blocks import BY_BLOCKS
 from stopmim.gpu.devices import compiled
-from stopmim.method.build import draw_masks
+from stopmim.method.build import build, draw_masks
+from stopmim.method.model import MaskedImageModel
 from stopmim.train.cost import likeliest_step
+from stopmim.train.optimizer import adamw, advance, one_pass
+from stopmim.train.rates import Rates
 
 PRESETS = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop", "small_images")
 EPS = 1e-6
@@ -33,6 +37,8 @@ COPY = 2**30  # bytes of the copy that gives the rate of memory
 MS = 20  # of one measurement
 # Of `norm.RESIDENT` and `norm.STAGES`: which is fastest cannot be told without a GPU.
 CHOICES = [(resident, stages) for resident in (16, 24, 32, 40) for stages in (1, 2, 3)]
+# The same of `adamw.PIECE`, `adamw.BLOCK` and `adamw.WARPS`.
+PIECES = [(2048, 1024, 8), (8192, 512, 4), (8192, 1024, 4), (8192, 2048, 8), (32768, 1024, 8)]
 
 
 class Tokens(NamedTuple):
@@ -73,8 +79,10 @@ def bench_kernels(*, rounds: int = 10, out: Path | None = None) -> str:
             if tokens.n > BY_BLOCKS:
                 line = {"bench": "kernels, attention"} | about
                 lines.append(line | _measure(_attention(tokens, device), rate, rounds))
+        lines.append(_optimizer(preset, rate, rounds, device))
     for tokens in _sizes(PRESETS[0]):
         lines += _choices(tokens, device)
+    lines += _pieces(device)
     return record_lines(lines, out, "kernels")
 
 
@@ -142,6 +150,94 @@ def _attention(tokens: Tokens, device: torch.device) -> Case:
         above=[above],
         bytes=(8 * above.numel(), 16 * above.numel()),
     )
+
+
+# ------------------------------------------------------------------------------ the optimizer
+
+
+class Update:
+    """AdamW and the target encoder of a preset: random weights, gradients and moments."""
+
+    def __init__(self, preset: str, device: torch.device) -> None:
+        config = usual(preset, {"runtime.device": "cuda"})
+        with torch.device("meta"):  # initial weights would take longer than the measurement
+            model = build(config)
+        self.model: MaskedImageModel = model.to_empty(device=device)
+        for p in self.model.parameters():
+            p.data.normal_()
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+        self.optimizer = adamw(self.model, config.optim)
+        rates = (torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 0.04, 0.996))
+        self.rates, self.skip = Rates(*rates), torch.zeros((), device=device)
+        self.at_once = one_pass(self.model, self.optimizer, torch.bfloat16)
+        self.usual()  # makes the moments
+
+    def usual(self) -> None:
+        advance(self.model, self.optimizer, self.rates, self.skip)
+
+    def ours(self) -> None:
+        advance(self.model, self.optimizer, self.rates, self.skip, self.at_once)
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that one pass moves, and three: of AdamW, decay and the target encoder."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        decays = [p for group in self.optimizer.param_groups[:2] for p in group["params"]]
+        sizes = sum(p.numel() for p in trained), sum(p.numel() for p in decays)
+        target = self.model.target_encoder
+        follow = sum(p.numel() for p in target.parameters()) if target else 0
+        return 28 * sizes[0] + 8 * follow, 28 * sizes[0] + 8 * sizes[1] + 12 * follow
+
+    @torch.no_grad()
+    def error(self) -> list[float]:
+        """Relative errors of the change of one matrix and of its target, against float64."""
+        assert self.model.target_encoder is not None
+        name = "blocks.0.mlp.fc1.weight"
+        p, q = (m.get_parameter(name) for m in (self.model.encoder, self.model.target_encoder))
+        state, (lr, decay, momentum) = self.optimizer.state[p], (float(x) for x in self.rates)
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        t, m, v, before, follower = (x.double() for x in (*(state[key] for key in keys), p, q))
+        assert p.grad is not None
+        g = p.grad.double()
+        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g.square(), t + 1
+        step = lr / (1 - 0.9**t) * m / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        weight = (1 - lr * decay) * before - step
+        wanted = weight - before, (1 - momentum) * (weight - follower)
+        self.ours()
+        found = p.double() - before, q.double() - follower
+        pairs = zip(found, wanted, strict=True)
+        return [float(f"{float((a - b).norm() / b.norm()):.2g}") for a, b in pairs]
+
+
+def _optimizer(preset: str, rate: float, rounds: int, device: torch.device) -> Line:
+    update = Update(preset, device)
+    line: Line = {"bench": "kernels, optimizer", "preset": preset, "error": update.error()}
+    spent = [(_time(update.ours), _time(update.usual)) for _ in range(rounds)]
+    both = zip(("", "usual_"), zip(*spent, strict=True), update.bytes(), strict=True)
+    for name, times, moved in both:
+        ms = statistics.median(times)
+        line[f"{name}us"] = round(1e3 * ms, 1)
+        line[f"{name}of_copy"] = round(moved / rate / (1e-3 * ms), 3)
+        line[f"{name}bytes"] = moved
+    return line
+
+
+def _pieces(device: torch.device) -> Iterator[Line]:
+    """Times of the optimizer with other pieces, blocks and numbers of warps."""
+    from stopmim.gpu.kernels import adamw as kernel
+
+    update = Update(PRESETS[0], device)
+    for piece, block, warps in PIECES:
+        with mock.patch.multiple(kernel, PIECE=piece, BLOCK=block, WARPS=warps):
+            update.at_once = one_pass(update.model, update.optimizer, torch.bfloat16)
+            ms = statistics.median(_time(update.ours) for _ in range(3))
+        line: Line = {"bench": "kernels, optimizer, choice", "piece": piece, "block": block}
+        yield line | {"warps": warps, "us": round(1e3 * ms, 1)}
+
+
+def _time(function: Callable[[], None]) -> float:
+    from triton.testing import do_bench_cudagraph
+
+    return float(do_bench_cudagraph(function, MS, return_mode="median"))
 
 
 # ------------------------------------------------------------------------------ measuring

@@ -138,7 +138,7 @@ class RuntimeConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
     kernels: Literal["usual", "fused"] = "usual"
-    """fused: norms with residual additions, attention by blocks; in half precision on a GPU"""
+    """fused: norms with additions, attention by blocks, AdamW with EMA; half precision on a GPU"""
     residual: Literal["fp32", "half"] = "fp32"
     """half: the residual stream is as precise as the layers, with bf16 or fp16; norms stay fp32"""
     accumulate: int = Field(default=1, ge=1, le=10**6)

@@ -1,11 +1,18 @@
-"""AdamW over the published four groups, stepped at the rates of an update."""
+"""AdamW over the published four groups, stepped at the rates of an update; the target follows."""
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from stopmim.config.schema import OptimConfig
+from stopmim.gpu.attention import HAVE_TRITON
+from stopmim.gpu.sharding import is_sharded
 from stopmim.method.model import MaskedImageModel
 from stopmim.train.rates import Rates
+
+if TYPE_CHECKING:
+    from stopmim.gpu.kernels.adamw import OnePass  # needs triton
 
 
 def adamw(model: MaskedImageModel, config: OptimConfig) -> torch.optim.AdamW:
@@ -26,6 +33,37 @@ def adamw(model: MaskedImageModel, config: OptimConfig) -> torch.optim.AdamW:
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and "bias" not in name
+
+
+def one_pass(
+    model: MaskedImageModel, optimizer: torch.optim.Optimizer, amp: torch.dtype | None
+) -> "OnePass | None":
+    """All that `advance` does in one pass over memory; None where only the usual way works."""
+    weights = list(model.parameters())
+    fits = amp == torch.bfloat16 and all(p.is_cuda and not is_sharded(p) for p in weights)
+    if not (HAVE_TRITON and fits):
+        return None
+    from stopmim.gpu.kernels.adamw import OnePass
+
+    target = model.target_encoder
+    pairs = zip(model.encoder.parameters(), target.parameters(), strict=True) if target else ()
+    return OnePass(optimizer, dict(pairs))
+
+
+def advance(
+    model: MaskedImageModel,
+    optimizer: torch.optim.Optimizer,
+    rates: Rates[float] | Rates[Tensor],
+    skip: Tensor,
+    at_once: "OnePass | None" = None,
+) -> None:
+    """AdamW, unless it is to `skip` this update, then the target encoder: in this order, as I-JEPA.
+
+    One pass changes the same tensors by the same numbers, up to rounding.
+    """
+    if at_once is None or not at_once(rates.lr, rates.weight_decay, rates.momentum, skip):
+        step_at(optimizer, rates, skip)
+        model.update_target(rates.momentum)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Shapes: B images of a part, M target blocks of K patches, T numbers to predict p
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from stopmim.method.model import Batch, MaskedImageModel, Target
 from stopmim.method.predictor import Noise
 from stopmim.train.distributed import ALONE, World, average_gradients
 from stopmim.train.guard import Guard, build_guard
-from stopmim.train.optimizer import set_rates, step_at
+from stopmim.train.optimizer import advance, one_pass, set_rates
 from stopmim.train.rates import Rates
+
+if TYPE_CHECKING:
+    from stopmim.gpu.kernels.adamw import OnePass  # needs triton
 
 Part = tuple[Batch, Noise]
 LossFunction = Callable[[nn.Module, Target, Batch, Noise], Loss]
@@ -38,6 +42,7 @@ class Step:
         n_parts: parts of a batch on this rank, whose gradients are added up.
         amp: dtype of autocast; float16 scales the loss.
         world: the ranks that train together, each with parts of its own.
+        at_once: AdamW and the target encoder in one pass; None is the usual way.
     """
 
     model: MaskedImageModel
@@ -48,6 +53,7 @@ class Step:
     n_parts: int = 1
     amp: torch.dtype | None = None
     world: World = ALONE
+    at_once: "OnePass | None" = None
 
     # Counts the steps from the first loss or gradient that is not finite on. It stays on the
     # device, because reading it waits; while it is not 0, AdamW changes nothing.
@@ -91,9 +97,9 @@ class Step:
             if self.guard is None or not skip:
                 self.scaler.step(self.optimizer)
             self.scaler.update()
+            model.update_target(rates.momentum)  # after the encoder, as I-JEPA
         else:
-            step_at(self.optimizer, rates, skip)
-        model.update_target(rates.momentum)  # after the encoder, as I-JEPA
+            advance(model, self.optimizer, rates, skip, self.at_once)
         if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
             self.optimizer.zero_grad(set_to_none=True)
         return values
@@ -150,11 +156,13 @@ def build_step(
     automatic = compiles_itself(config.runtime.compile, device, build_sampler(config).static)
     # Forward and loss are compiled together; autograd compiles the backward pass with them.
     loss = compiled(masked_loss) if automatic or config.runtime.compile == "on" else masked_loss
+    at_once = None
     if config.runtime.kernels == "fused":
         runtime, width = config.runtime, model.encoder.width
         sharded = world.store is not None and runtime.parallel == "fsdp"
         warn_unless_fused(device, amp, width, runtime.recompute == "on", sharded)
-    step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world)
+        at_once = one_pass(model, optimizer, amp)
+    step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world, at_once)
     alone = world.store is None and n_parts == 1 and step.scaler is None
     if alone and automatic:
         return CudaGraphs(step, device)
