@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from stopmim.bench.saving import bench_saving
 from stopmim.data.loading import loader
+from stopmim.data.order import shares
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.scenes import Scenes
 from stopmim.evals.features import extract
@@ -25,16 +30,18 @@ from stopmim.evals.showing import Kept, Showing
 from stopmim.evals.views import middle
 from stopmim.gpu import blocks, copies
 from stopmim.gpu.attention import attend
+from stopmim.gpu.blocks import take
 from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, configure, draw_masks
 from stopmim.method.encoder import VisionTransformer
 from stopmim.runs import checkpoint
+from stopmim.runs.run import Run
 from stopmim.train.draws import draw_noise
 from stopmim.train.loop import pretrain
 from stopmim.train.optimizer import adamw, advance, one_pass
 from stopmim.train.rates import Rates, rates
-from stopmim.train.step import Part, Step, build_step
+from stopmim.train.step import Part, build_step, is_recorded, recorded
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +62,9 @@ SEVERAL: dict[str, Any] = {
     "masking.target_scale": (0.15, 0.2),
     "masking.target_aspect": (0.75, 1.5),
 }
+
+
+PARTS: dict[str, Any] = {"runtime.accumulate": 4}
 
 
 @pytest.mark.parametrize(
@@ -139,33 +149,39 @@ class Trained:
         device = torch.device("cuda")
         self.model = build(self.config).to(device).train()
         self.optimizer = adamw(self.model, self.config.optim)
-        self.make = build_step(self.model, self.optimizer, self.config, device)
+        size = self.config.optim.batch_size
+        self.parts = shares(size, self.config.runtime.accumulate)
+        self.make = build_step(
+            self.model, self.optimizer, self.config, device, n_parts=len(self.parts)
+        )
+        is_asked_for = is_recorded(self.config, device)
+        self.recorder = recorded(self.make, device) if is_asked_for else None
         self.dtype = choose_precision(self.config.runtime.precision, device) or torch.float32
-        self.part = slice(0, self.config.optim.batch_size)
         generator = torch.Generator(device).manual_seed(0)
-        shape = (self.part.stop, 3, 64, 64)
+        shape = (size, 3, 64, 64)
         self.images = torch.randn(shape, generator=generator, device=device)
 
     def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
-        return self.make(self.prepared(step), now or rates(self.config.optim, step, 100))
+        now = now or rates(self.config.optim, step, 100)
+        return self.make(self.prepared(step), now, self.recorder)
 
     def prepared(self, step: int) -> Iterator[Part]:
-        (masks,) = draw_masks(self.config, step, [self.part], self.images.device)
+        every = draw_masks(self.config, step, self.parts, self.images.device)
         sizes = build_sampler(self.config).sizes(self.config.seed, step)
-        of_part = (self.model.predictor, masks, self.part, self.config, step, self.dtype)
-        batch = self.model.target.batch(self.images.clone(), masks, sizes and sizes.target)
-        yield batch, draw_noise(*of_part)
+        for part, masks in zip(self.parts, every, strict=True):
+            of_part = (self.model.predictor, masks, part, self.config, step, self.dtype)
+            images = self.images[part].clone()
+            batch = self.model.target.batch(images, masks, sizes and sizes.target)
+            yield batch, draw_noise(*of_part)
 
     @property
     def graphs(self) -> CudaGraphs:
-        assert isinstance(self.make, CudaGraphs)
-        return self.make
+        assert self.recorder is not None
+        return self.recorder
 
     @property
     def broken(self) -> Tensor:
-        step = self.graphs.function
-        assert isinstance(step, Step)
-        return step.broken
+        return self.make.broken
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that an update changes, the target encoder aside."""
@@ -241,6 +257,115 @@ def test_a_recorded_update_takes_the_rates_of_its_step(kernels: str) -> None:
     assert trained.graphs.recordings
 
 
+def test_recorded_parts_of_a_batch_give_the_losses_of_plain_ones_and_of_the_whole() -> None:
+    """Three recordings would be too many: of a part, and of the update from all of them."""
+    trained = Trained("auto", **PARTS)
+    losses = [float(trained.update(step)["loss"]) for step in range(8)]
+    torch.testing.assert_close(losses, updates("off", 8, **PARTS), rtol=5e-3, atol=0)
+    torch.testing.assert_close(losses, twelve("off")[:8], rtol=5e-3, atol=0)
+    assert len(trained.graphs.recordings) == 2
+
+
+def test_recorded_parts_and_updates_are_bit_for_bit_those_made_as_usual() -> None:
+    played, usual = Trained("auto", **PARTS), Trained("auto", **PARTS)
+    usual.graphs.room = False
+    for step in range(6):
+        a, b = played.update(step), usual.update(step)
+        assert {k: float(v) for k, v in a.items()} == {k: float(v) for k, v in b.items()}, step
+    assert played.graphs.recordings
+    assert not usual.graphs.recordings
+    ours, theirs = played.state(), usual.state()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+
+
+def test_recorded_parts_are_not_in_memory_together() -> None:
+    """Of 8 parts of 25 MB each, one is being copied while the next is drawn."""
+    trained = Trained("auto", **{"optim.batch_size": 4096, "runtime.accumulate": 8})
+    for step in range(4):
+        trained.update(step)
+    assert len(trained.graphs.recordings) == 2
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trained.update(4)
+    assert torch.cuda.max_memory_allocated() - before < trained.images.nbytes / 2
+
+
+def test_recordings_of_larger_parts_give_way_to_those_of_smaller_ones() -> None:
+    trained = Trained("auto")
+    losses = [float(trained.update(step)["loss"]) for step in range(4)]
+    trained.recorder = None
+    trained.parts = shares(trained.config.optim.batch_size, 4)
+    trained.make.cut(4)
+    trained.recorder = recorded(trained.make, torch.device("cuda"))
+    losses += [float(trained.update(step)["loss"]) for step in range(4, 10)]
+    assert len(trained.graphs.recordings) == 2
+    torch.testing.assert_close(losses, twelve("off")[:10], rtol=5e-3, atol=0)
+
+
+RANK = """
+import json, sys
+from pathlib import Path
+from stopmim import pretrain
+from stopmim.gpu.cuda_graphs import CudaGraphs
+
+made, record = [], CudaGraphs._record
+
+def noted(self, *given):
+    made.append(record(self, *given))
+    return made[-1]
+
+CudaGraphs._record = noted
+options, stop = json.loads(sys.argv[2]), int(sys.argv[3]) or None
+pretrain("scenes:512:64", sys.argv[1], "vit_b16_stop", stop_at=stop, **options)
+assert len(made) >= 2 and all(made), made
+"""
+
+
+def as_rank(out: Path, options: dict[str, Any], stop: int = 0) -> Run:
+    """A run as the only rank of a world, whose collectives are those of NCCL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", RANK, str(out), json.dumps(options), str(stop)]
+    ended = subprocess.run(
+        command, env=os.environ | env, timeout=400, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return Run(out)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("more", [{}, PARTS], ids=["whole", "in parts"])
+def test_a_rank_of_nccl_records_and_resumes_what_one_process_does_plainly(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = SMALL | more | {"optim.epochs": 3, "runtime.log_every": 1}  # 12 updates
+    plain = options | {"runtime.compile": "off"}
+    alone = pretrain("scenes:512:64", tmp_path / "alone", "vit_b16_stop", **plain)
+    whole = as_rank(tmp_path / "whole", options)
+    as_rank(tmp_path / "cut", options, stop=7)
+    cut = as_rank(tmp_path / "cut", options)
+    losses = [[line["loss"] for line in run.metrics] for run in (alone, whole, cut)]
+    assert len(losses[0]) == 12
+    torch.testing.assert_close(losses[1], losses[0], rtol=5e-3, atol=0)
+    assert losses[2] == losses[1]  # bit for bit
+
+
+@pytest.mark.parametrize("asked", [33, 7])
+@pytest.mark.parametrize("kernels", ["usual", "fused"])
+def test_features_asked_for_are_those_of_all_patches(asked: int, kernels: str) -> None:
+    changes = {"runtime.kernels": kernels, "optim.batch_size": 4}
+    teacher = build(configure("vit_b16_stop", SMALL | changes)).cuda().branch()
+    images = torch.randn(4, 3, 64, 64, device="cuda")
+    index = torch.randint(64, (4, asked), device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        found, every = teacher(images, asked=index), teacher(images)
+    assert relative(found, take(every, index).double()) < 1e-2
+
+
 @pytest.mark.parametrize("recipe", [OWN, TASKS["imagenet_lars"].recipe], ids=["sgd", "lars"])
 def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Recipe) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -258,8 +383,11 @@ def test_heads_trained_by_recordings_are_those_trained_by_a_processor(recipe: Re
 
 
 @KERNELS
-def test_a_loss_that_is_not_finite_ends_recorded_updates(kernels: str) -> None:
-    trained = Trained("auto", **{"runtime.kernels": kernels})
+@pytest.mark.parametrize("more", [{}, PARTS], ids=["whole", "in parts"])
+def test_a_loss_that_is_not_finite_ends_recorded_updates(
+    more: dict[str, Any], kernels: str
+) -> None:
+    trained = Trained("auto", **more | {"runtime.kernels": kernels})
     for step in range(5):
         trained.update(step)
     before, images = trained.state(), trained.images
@@ -362,6 +490,10 @@ def test_nothing_waits_for_the_device_between_log_points() -> None:
     assert len(updates("auto", 40, strict_from=20, **SEVERAL)) == 40
 
 
+def test_nothing_waits_for_the_device_between_parts() -> None:
+    assert len(updates("auto", 10, strict_from=5, **PARTS)) == 10
+
+
 def test_waiting_for_the_device_would_be_noticed() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -371,8 +503,11 @@ def test_waiting_for_the_device_would_be_noticed() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(tmp_path: Path) -> None:
-    options = SMALL | {"runtime.log_every": 1, "runtime.save_every": 7}
+@pytest.mark.parametrize("more", [{}, PARTS], ids=["whole", "in parts"])
+def test_a_run_stopped_and_resumed_on_a_gpu_ends_where_the_other_does(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = SMALL | more | {"runtime.log_every": 1, "runtime.save_every": 7}
     whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)
     pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", stop_at=3, **options)
     cut = pretrain("scenes:512:64", tmp_path / "cut", "vit_b16_stop", **options)
@@ -540,9 +675,9 @@ def test_fused_kernels_are_what_fused_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """Or the test above would compare the usual ones with themselves."""
     seen, fused = [], blocks.fused
 
-    def noted(some: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
+    def noted(some: list[Any], x: Tensor, norm: Any, first: int, asked: Tensor | None) -> Tensor:
         seen.append(first)
-        return fused(some, x, norm, first)
+        return fused(some, x, norm, first, asked)
 
     monkeypatch.setattr(blocks, "fused", noted)
     updates("off", 1, **FUSED)
@@ -616,11 +751,10 @@ def test_the_optimizer_goes_through_memory_once_if_kernels_are_fused(
     precision: str, is_used: bool
 ) -> None:
     trained = Trained("off", **FUSED, **{"runtime.precision": precision})
-    assert isinstance(trained.make, Step)
     for step in range(2):
         trained.update(step)
-    at_once = trained.make.at_once
-    assert (at_once is not None and at_once.table is not None) == is_used
+    used = trained.make.one_pass
+    assert (used is not None and used.table is not None) == is_used
 
 
 @pytest.mark.parametrize(("first", "then"), [("usual", "fused"), ("fused", "usual")])

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from stopmim.gpu.blocks import take
 from stopmim.health.doctor import diagnose, examine
 from stopmim.health.reference import find_reference
 from stopmim.insight.analyse import What, analyse
 from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure
-from stopmim.method.encoder import VisionTransformer, take
+from stopmim.method.encoder import VisionTransformer
 from stopmim.method.masks import Masks, MaskSampler, Sizes
 from stopmim.method.model import Target
 from stopmim.method.positions import StochasticPositions

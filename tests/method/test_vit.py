@@ -10,7 +10,9 @@ from helpers import golden, golden_about, seeded, under
 from stopmim.config.architectures import SIZES, parse_arch
 from stopmim.gpu import blocks
 from stopmim.gpu.attention import is_short
-from stopmim.method.encoder import Block, PatchEmbed, VisionTransformer, initialise, take
+from stopmim.gpu.blocks import take
+from stopmim.method.encoder import Block, PatchEmbed, VisionTransformer, initialise
+from stopmim.method.model import Features
 from stopmim.method.positions import sincos_2d
 
 
@@ -111,6 +113,31 @@ def test_the_order_of_the_index_is_the_order_of_the_features() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("class_token", [False, True])
+def test_patches_that_are_asked_for_are_those_of_the_whole_image(class_token: bool) -> None:
+    """Some twice, in any order, and all of them see the patches that nobody asked for."""
+    torch.manual_seed(0)
+    encoder = VisionTransformer(32, 8, 24, 2, 3, class_token=class_token)
+    images, index = torch.randn(2, 3, 32, 32), torch.tensor([[3, 3, 15, 0], [7, 1, 2, 7]])
+    found = encoder(images, asked=index)
+    torch.testing.assert_close(found, take(encoder(images), index))
+    images[0, :, :8, 8:16] += 1  # patch 1 of the first image
+    changed = encoder(images, asked=index)
+    assert not torch.isclose(changed[0], found[0], rtol=1e-6).all()
+    torch.testing.assert_close(changed[1], found[1])
+
+
+@pytest.mark.parametrize(("layers", "seen"), [(1, 16), (1, 17), (2, 3), (1, 3)])
+def test_targets_are_the_same_however_many_are_asked_for(layers: int, seen: int) -> None:
+    torch.manual_seed(0)
+    teacher, images = VisionTransformer(32, 8, 24, 2, 3), torch.randn(2, 3, 32, 32)
+    index = torch.randint(16, (3, 2, seen))
+    target = Features(layers=layers)
+    every = target.of(teacher, images, torch.arange(16).expand(1, 2, 16))[0]
+    wanted = torch.stack([take(every, block) for block in index])
+    torch.testing.assert_close(target.of(teacher, images, index), wanted)
+
+
 def test_the_first_patch_is_a_patch_like_any_other() -> None:
     encoder, images = small(), pictures()
     tokens = encoder(images)

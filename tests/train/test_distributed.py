@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ranks import complaints, finish, launched, start, together
 from stopmim import Run, pretrain
@@ -79,6 +80,42 @@ def test_two_ranks_make_the_updates_of_one(whole: Run, tmp_path: Path) -> None:
 def test_two_ranks_with_four_parts_make_the_updates_of_one(whole: Run, tmp_path: Path) -> None:
     config = tiny(optim=LONG, runtime={"accumulate": 4})
     assert_close(train_on(2, tmp_path / "run", config), whole)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_ranks_that_average_gradients_themselves_make_the_same_updates(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """As they do on GPUs, where parts are recorded and no hook of DDP can be."""
+    monkeypatch.setattr(train, "is_recorded", lambda *_: True)
+    monkeypatch.setattr(train, "recorded", lambda step, _: step.keep_gradients())
+    monkeypatch.setattr(DistributedDataParallel, "__init__", None)  # is never made
+    config = tiny(optim=LONG, runtime={"accumulate": accumulate})
+    train_on(2, tmp_path / "run", config, stop_at=7)
+    run = train_on(2, tmp_path / "run", config)
+    assert_close(run, whole)
+    other = train_on(2, tmp_path / "other", config)
+    assert [line["loss"] for line in run.metrics] == [line["loss"] for line in other.metrics]
+
+
+def test_ranks_that_average_gradients_themselves_begin_with_the_weights_of_rank_0(
+    tmp_path: Path,
+) -> None:
+    def job(rank: int) -> None:
+        with joined() as world:
+            model = build(configure(tiny()))
+            model.encoder.norm.bias.data += rank
+            assert len({*world.gather(digest_of(model))}) == 2
+            distributed.parallelise(model, world, "step")
+            assert len({*world.gather(digest_of(model))}) == 1
+
+    ended = together(2, tmp_path, job)
+    assert [rank.code for rank in ended] == [0, 0], ended
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    state = [x.numpy().tobytes() for x in model.state_dict().values()]
+    return hashlib.sha256(b"".join(state)).hexdigest()
 
 
 def test_shards_of_the_model_make_the_same_updates(tmp_path: Path) -> None:

@@ -4,20 +4,24 @@ What only a GPU can show, that a recording does the same, is in test_gpu.py.
 """
 
 import copy
+import weakref
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
 from test_mim import draw, small, small_batch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from stopmim.config.schema import OptimConfig
 from stopmim.gpu.devices import compiles_itself
 from stopmim.method.build import build_sampler, configure
 from stopmim.method.model import MaskedImageModel
+from stopmim.train.distributed import ALONE, World
 from stopmim.train.optimizer import adamw, advance, one_pass, set_rates, step_at
 from stopmim.train.rates import Rates, rates
-from stopmim.train.step import Part, Step, build_step
+from stopmim.train.step import Part, Step, build_step, is_recorded
 
 # A decay and a rate so high that forgetting one, or mixing them up, cannot be missed.
 OPTIM = OptimConfig(epochs=20, lr=2e-2, start_lr=1e-3, warmup_epochs=5, weight_decay=(0.5, 4.0))
@@ -142,6 +146,105 @@ def test_once_broken_nothing_changes_but_the_target_encoder() -> None:
     after = everything(model, optimizer)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[0] for name in changed} == {"target_encoder"}
+
+
+def in_place(model: MaskedImageModel, optim: OptimConfig, n_parts: int) -> Step:
+    """A step whose gradients stay in place, as they do between recordings of its parts."""
+    step = Step(model, adamw(model, optim), optim, n_parts=n_parts)
+    step.keep_gradients()
+    return step
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gradients_that_stay_in_place_make_the_same_updates_bit_for_bit(n: int) -> None:
+    usual = small()
+    ours = copy.deepcopy(usual)
+    optim = OPTIM.model_copy(update={"clip_grad": 0.05, "penalty_l1": 0.01})
+    plain, kept = Step(usual, adamw(usual, optim), optim, n_parts=n), in_place(ours, optim, n)
+    places = {name: p.grad.data_ptr() for name, p in ours.named_parameters() if p.grad is not None}
+    data = parts(usual)
+    found: list[dict[str, Tensor]] = []
+    for step in range(4):
+        own, now = list(islice(data, n)), rates(OPTIM, step, 1)
+        want = plain(own, now)
+        found.append(kept(iter(own), now))
+        assert {k: float(v) for k, v in found[-1].items()} == {k: float(v) for k, v in want.items()}
+    want_all, found_all = everything(usual, plain.optimizer), everything(ours, kept.optimizer)
+    assert [k for k in want_all if not torch.equal(want_all[k], found_all[k])] == []
+    assert len({float(values["loss"]) for values in found}) == 4  # none was overwritten
+    for name, p in ours.named_parameters():
+        assert not p.requires_grad or (p.grad is not None and p.grad.data_ptr() == places[name])
+    assert all(place % 16 == 0 for place in places.values())
+
+
+def test_a_part_is_worked_on_before_the_next_is_drawn_and_then_is_gone() -> None:
+    model, events = small(), list[str]()
+    seen: list[weakref.ref[Tensor]] = []
+
+    def drawn() -> Iterator[Part]:
+        for batch, noise in islice(parts(model), 4):
+            events.append(f"draw, {sum(x() is not None for x in seen)} left")
+            part = batch._replace(images=batch.images.clone()), noise
+            del batch, noise
+            seen.append(weakref.ref(part[0].images))
+            yield part
+            del part
+
+    step = in_place(model, OPTIM, 4)
+
+    def work(part: Part | None, rates: Rates[float] | Rates[Tensor] | None) -> dict[str, Tensor]:
+        events.append(f"{'part' if part else ''}{'update' if rates else ''}")
+        return step.work(part, rates)
+
+    step(drawn(), rates(OPTIM, 3, 1), work)
+    # The one that was just worked on is still at hand.
+    drawing = ["draw, 0 left", "part"] + 3 * ["draw, 1 left", "part"]
+    assert events == [*drawing, "update"]
+    del events[:], seen[:]
+    alone = Step(model, adamw(model, OPTIM), OPTIM)
+    alone([next(parts(model))], rates(OPTIM, 3, 1), lambda *given: work(*given))
+    assert events == ["partupdate"]  # one recording
+
+
+def test_an_update_that_failed_in_its_second_part_leaves_nothing_to_the_next() -> None:
+    usual = small()
+    ours = copy.deepcopy(usual)
+    plain, kept = Step(usual, adamw(usual, OPTIM), OPTIM, n_parts=4), in_place(ours, OPTIM, 2)
+    data, now = parts(usual), rates(OPTIM, 3, 1)
+    first, *own = islice(data, 5)
+
+    def failing() -> Iterator[Part]:
+        yield first
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        kept(failing(), now)
+    assert kept.settled
+    assert kept.sums.any()  # or there was nothing to leave
+    kept.cut(4)
+    assert all(p.grad is None for p in ours.parameters())
+    kept.keep_gradients()
+    assert float(kept(own, now)["loss"]) == float(plain(own, now)["loss"])
+    want, found = everything(usual, plain.optimizer), everything(ours, kept.optimizer)
+    assert [k for k in want if not torch.equal(want[k], found[k])] == []
+
+
+def test_what_a_gpu_records() -> None:
+    gpu, pair = torch.device("cuda"), World(0, 2, store=HashStore())
+    cases: list[tuple[dict[str, object], World, bool]] = [
+        ({}, ALONE, True),
+        ({"runtime.accumulate": 8}, ALONE, True),
+        ({"runtime.accumulate": 8}, pair, True),
+        ({"runtime.parallel": "fsdp"}, pair, False),
+        ({"runtime.parallel": "fsdp"}, ALONE, True),  # there is nothing to shard
+        ({"runtime.precision": "fp16"}, ALONE, False),
+        ({"runtime.compile": "on"}, pair, False),
+        ({"masking.compat": "released"}, ALONE, False),
+    ]
+    for changes, world, expected in cases:
+        config = configure("vit_b16_stop", {"runtime.precision": "bf16"} | changes)
+        assert is_recorded(config, gpu, world) == expected, changes
+    assert not is_recorded(configure("vit_b16_stop"), torch.device("cpu"))
 
 
 def test_updates_are_recorded_on_a_gpu_if_that_is_left_to_us_and_never_on_a_cpu() -> None:

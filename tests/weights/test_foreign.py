@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import stopmim
 from helpers import seeded
 from stopmim.base.errors import CheckpointError, UserError
-from stopmim.method.encoder import Encoder, VisionTransformer, take
+from stopmim.gpu.blocks import take
+from stopmim.method.encoder import Encoder, VisionTransformer
 from stopmim.method.positions import sincos_2d
 from stopmim.weights.format import WeightFile
 from stopmim.weights.formats.data2vec import RelativeTransformer

@@ -129,9 +129,12 @@ def _towers(model: MaskedImageModel, tokens: Tokens, a: int) -> Iterator[Tower]:
     encoder, predictor, (seen, blocks, k) = model.encoder, model.predictor, tokens
     prefix = encoder.prefix
     if model.target_encoder is not None:
-        taken = 2 * FULL * blocks * k * encoder.width  # targets are gathered: read and written
-        every = encoder.side**2
-        yield _encoder("target encoder", model.target_encoder, every, prefix, a, taken)
+        asked, every = blocks * k, encoder.side**2
+        few = getattr(model.target, "layers", 1) == 1 and asked < every
+        # Targets are gathered, read and written: within the last block, or after the encoder.
+        taken = 2 * (FULL + a if few else FULL) * asked * encoder.width
+        tower = _encoder("target encoder", model.target_encoder, every, prefix, a, taken)
+        yield tower._replace(blocks=[*tower.blocks[:-1], (every + prefix, asked)]) if few else tower
     yield _encoder("context encoder", encoder, seen, prefix, a, 0.0)
     known = seen + (prefix if model.target.class_token_seen else 0)
     positions, noisy = predictor.positions, 0
@@ -204,6 +207,7 @@ def _attention(tower: Tower, a: int) -> Work:
     """Scores and their use, and twice that backward; scores that a kernel recomputes count once."""
     flops = moved = 0.0
     for n, q in tower.blocks:
+        q = q if tower.trained else n  # targets are gathered from the attention of all tokens
         flops += 4 * n * q * tower.width * (3 if tower.trained else 1)
         qkv, out = (q + 2 * n) * tower.width, q * tower.width
         moved += a * (qkv + out)

@@ -136,7 +136,7 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on a GPU that has it, else fp16 with loss scaling; fp32 on a CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; auto: on a GPU without released masks; CUDA graphs: one GPU, one part"""
+    """torch.compile; auto: on a GPU without released masks, as CUDA graphs unless fsdp or fp16"""
     kernels: Literal["usual", "fused"] = "usual"
     """fused: norms with additions, attention by blocks, AdamW with EMA; half precision on a GPU"""
     residual: Literal["fp32", "half"] = "fp32"

@@ -10,7 +10,8 @@ from stopmim.base.pictures import Pictures, as_input
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.transform import Transform
 from stopmim.evals.features import evaluating
-from stopmim.method.encoder import Pool, take
+from stopmim.gpu.blocks import take
+from stopmim.method.encoder import Pool
 
 
 class Adapter(nn.Module):

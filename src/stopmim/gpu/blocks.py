@@ -39,27 +39,39 @@ def way_of(runtime: RuntimeConfig) -> Way:
     return Way(runtime.recompute == "on", fused, half)
 
 
-def through(
-    blocks: Iterable[nn.Module], x: Tensor, norm: nn.Module, way: Way = USUAL, first: int = 0
-) -> Tensor:
-    """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D).
+def take(tokens: Tensor, index: Tensor) -> Tensor:
+    """The tokens (B, K, D) of `tokens` (B, N, D) at `index` (B, K)."""
+    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
-    The last block skips tokens before `first`, which nobody reads.
+
+def through(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    norm: nn.Module,
+    way: Way = USUAL,
+    first: int = 0,
+    asked: Tensor | None = None,
+) -> Tensor:
+    """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D), or (B, Q, D).
+
+    The last block skips tokens that nobody reads: those before `first`, or not `asked` for (B, Q).
     """
     *before, last = blocks
     recompute = way.recompute and torch.is_grad_enabled()
     if way.half and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if way.fused and not recompute and _fits(x, norm):
-        return fused([*before, last], x, norm, first)
+        return fused([*before, last], x, norm, first, asked)
     for block in before:
         x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    again = recompute and not first
-    x = checkpoint(last, x, use_reentrant=False) if again else last(x, first)
+    again = recompute and not first and asked is None
+    x = checkpoint(last, x, use_reentrant=False) if again else last(x, first, asked)
     return norm(x.float() if way.half else x)  # on a GPU, autocast does the same
 
 
-def fused(blocks: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
+def fused(
+    blocks: list[Any], x: Tensor, norm: Any, first: int, asked: Tensor | None = None
+) -> Tensor:
     """The same by fused kernels, under autocast. A block has the names of `method.encoder.Block`.
 
     x is the residual stream; h is its norm, in half precision for the next layer.
@@ -71,7 +83,10 @@ def fused(blocks: list[Any], x: Tensor, norm: Any, first: int) -> Tensor:
         skipped = first if last else 0
         attn, mlp, after = block.attn, block.mlp, norm if last else blocks[i + 1].norm1
         mixed = _attend(attn.qkv(h), attn.heads, skipped)
-        x, h = _add_norm(x[:, skipped:], mixed, attn.proj, block.norm2, half)
+        x = x[:, skipped:]
+        if last and asked is not None:
+            x, mixed = take(x, asked), take(mixed, asked)
+        x, h = _add_norm(x, mixed, attn.proj, block.norm2, half)
         dtype = torch.float32 if last else half  # what `norm` returns under autocast
         x, h = _add_norm(x, _hidden(h, mlp.fc1), mlp.fc2, after, dtype)
     return h

@@ -29,7 +29,7 @@ Shapes = tuple[torch.Size | None, ...]
 class Recording:
     graph: torch.cuda.CUDAGraph
     names: tuple[str, ...]
-    values: Tensor  # one for each name, in the shared memory
+    values: Tensor  # one for each name, if there are any, in the shared memory
 
     def replay(self) -> dict[str, Tensor]:
         self.graph.replay()
@@ -49,7 +49,7 @@ class CudaGraphs:
     """Calls `function`; only the values of its tensors may differ between calls of one shape.
 
     Its arguments are nested tuples or lists of tensors, numbers (which it gets as float64 tensors)
-    and None; it returns scalar tensors by name.
+    and None; it returns scalar tensors by name, or nothing. A None for a tensor is another shape.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
@@ -79,9 +79,7 @@ class CudaGraphs:
 
     def __call__(self, *arguments: Any) -> dict[str, Tensor]:
         with torch.cuda.device(self.device):
-            # A generator of parts becomes a list here: everything is drawn before it is copied.
-            given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
-            leaves, spec = tree_flatten(given)
+            leaves, spec = tree_flatten(arguments)
             held = [self._held(i, x) for i, x in enumerate(leaves)]
             self.copied.record()
             shapes = tuple(x if x is None else x.shape for x in held)
@@ -125,7 +123,7 @@ class CudaGraphs:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 values = self.function(*tree_unflatten(held, spec))
-                together = torch.stack(tuple(values.values()))
+                together = torch.stack(tuple(values.values())) if values else torch.empty(0)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             torch.cuda.set_stream(here)  # a recording that fails may stay in its own
             return False

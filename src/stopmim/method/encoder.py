@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stopmim.base.pictures import Pictures, as_input, no_transform
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import attend, gelu
-from stopmim.gpu.blocks import USUAL, through
+from stopmim.gpu.blocks import USUAL, take, through
 from stopmim.method.positions import sincos_2d
 
 EPS = 1e-6  # of every LayerNorm here; torch's default is 1e-5
@@ -48,11 +48,6 @@ class ImageEncoder(Encoder, Protocol):
         """The same for files, PIL images and pixels; floats in tensors must be normalised."""
 
 
-def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """The tokens (B, K, D) of `tokens` (B, N, D) at `index` (B, K)."""
-    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
-
-
 class PatchEmbed(nn.Module):
     """The usual strided convolution, computed as one matrix product per patch."""
 
@@ -78,9 +73,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)  # packed as timm's: queries, keys, values
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """(B, N, D) -> (B, N - first, D): tokens before `first` are keys and values only."""
-        return self.proj(attend(self.qkv(x), self.heads, first))
+    def forward(self, x: Tensor, first: int = 0, asked: Tensor | None = None) -> Tensor:
+        """(B, N, D) -> (B, N - first or Q, D): the others are keys and values only."""
+        mixed = attend(self.qkv(x), self.heads, first)
+        return self.proj(mixed if asked is None else take(mixed, asked))
 
 
 class Mlp(nn.Module):
@@ -101,9 +97,10 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=EPS)
         self.mlp = Mlp(width, round(width * mlp_ratio))
 
-    def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """(B, N, D) -> (B, N - first, D): a last block skips tokens that nobody reads."""
-        x = x[:, first:] + self.attn(self.norm1(x), first)  # pre-norm, as in ViT
+    def forward(self, x: Tensor, first: int = 0, asked: Tensor | None = None) -> Tensor:
+        """(B, N, D) -> (B, N - first or Q, D): a last block skips tokens that nobody reads."""
+        kept = x[:, first:] if asked is None else take(x, asked)
+        x = kept + self.attn(self.norm1(x), first, asked)  # pre-norm, as in ViT
         return x + self.mlp(self.norm2(x))
 
 
@@ -227,13 +224,17 @@ class VisionTransformer(nn.Module):
         *,
         all_tokens: bool = False,
         layers: int = 1,
+        asked: Tensor | None = None,
     ) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) only.
 
-        With `all_tokens` the class token comes first, if there is one. (B, N, layers * D) for
-        several `layers`, evenly spaced in depth: the last one as always, others not normed.
+        (B, Q, D) of the patches `asked` for (B, Q), which see all. With `all_tokens` the class
+        token comes first, if there is one. (B, N, layers * D) for several `layers`, evenly spaced
+        in depth: the last one as always, others not normed.
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
+        if asked is not None:
+            return through(self.blocks, x, self.norm, self.way, asked=asked + self.prefix)
         blocks, found = list(self.blocks), []
         starts = [len(blocks) * i // layers for i in range(layers)]
         for start, stop in pairwise(starts):

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stopmim.method.encoder import Start, VisionTransformer, take
+from stopmim.gpu.blocks import take
+from stopmim.method.encoder import Start, VisionTransformer
 from stopmim.method.masks import Block, Masks, MaskSampler, cells, nearness
 from stopmim.method.positions import Positions
 from stopmim.method.predictor import Noise, Predictor
@@ -121,11 +122,13 @@ class Features(Target):
         return self.layers * encoder.width
 
     def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
-        features = teacher(images, layers=self.layers)  # (B, N, T): targets see the whole image
+        asked = index.transpose(0, 1).flatten(1)  # (B, M * K), of targets that see all N patches
+        few = self.layers == 1 and asked.shape[1] * teacher.patch**2 < images[0, 0].numel()
+        features = teacher(images, layers=self.layers, asked=asked if few else None)
         # eps is F.layer_norm's own 1e-5 here, not the model's 1e-6, as in the released code.
         layers = features.unflatten(-1, (self.layers, -1))  # each normed alone
-        features = F.layer_norm(layers, layers.shape[-1:]).flatten(-2)
-        return torch.stack([take(features, block) for block in index])
+        x = F.layer_norm(layers, layers.shape[-1:]).flatten(-2)
+        return (x if few else take(x, asked)).unflatten(1, (len(index), -1)).transpose(0, 1)
 
     def last(self, targets: Tensor) -> Tensor:
         return targets.chunk(self.layers, dim=-1)[-1]

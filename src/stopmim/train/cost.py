@@ -30,7 +30,7 @@ from stopmim.method.masks import Masks
 from stopmim.train.draws import draw_noise
 from stopmim.train.optimizer import adamw
 from stopmim.train.rates import rates
-from stopmim.train.step import Part, build_step
+from stopmim.train.step import Part, build_step, is_recorded, recorded
 
 SAMPLE = 16  # images that are read to see their size and how long reading takes
 TRIAL_FLOPS = {"cpu": 5e10, "cuda": 1e14}  # of a trial update: about a second
@@ -171,6 +171,7 @@ def trial_update(
     amp, now = choose_precision(config.runtime.precision, device), rates(config.optim, 0, 1000)
     model, step = build(config).to(device).train(), likeliest_step(config)
     make = build_step(model, adamw(model, config.optim), config, device, n_parts=len(parts))
+    graphs = recorded(make, device) if is_recorded(config, device) else None
     generator = torch_generator("bench", device=device)
     shape = (parts[0].stop, model.encoder.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator, device=device)
@@ -182,7 +183,7 @@ def trial_update(
             yield model.target.batch(images, m, sizes and sizes.target), noise
 
     def update() -> None:
-        make(prepared(), now)
+        make(prepared(), now, graphs)
 
     return update
 

@@ -70,8 +70,11 @@ class World:
     def mean_(self, values: Tensor) -> Tensor:
         """Averages `values` over the ranks, in place."""
         if self.store is not None:
-            dist.all_reduce(values)
-            values /= self.size
+            if values.is_cuda:  # NCCL divides on the way
+                dist.all_reduce(values, dist.ReduceOp.AVG)
+            else:
+                dist.all_reduce(values)
+                values /= self.size
         return values
 
 
@@ -225,9 +228,18 @@ def agree(world: World, config: Config, images: str) -> None:
 # --------------------------------------------------------------------------- the model
 
 
-def parallelise(model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp"]) -> nn.Module:
-    """Returns the module to call so that all ranks train `model`, which stays what is saved."""
+def parallelise(
+    model: MaskedImageModel, world: World, kind: Literal["ddp", "fsdp", "step"]
+) -> nn.Module:
+    """Returns the module to call so that all ranks train `model`, which stays what is saved.
+
+    "step" wraps nothing: the step averages gradients itself.
+    """
     if world.store is None:
+        return model
+    if kind == "step":
+        for x in model.state_dict().values():  # as DDP does when it wraps a model
+            dist.broadcast(x, 0)
         return model
     if kind == "ddp":
         # No parameter is unused. But otherwise torch rebuilds its buckets after the first step, so

@@ -29,7 +29,6 @@ from stopmim.data.images import Images
 from stopmim.data.loading import Reader, loader, steps_per_epoch
 from stopmim.data.order import shares
 from stopmim.data.sources.open import keep_outside
-from stopmim.gpu.cuda_graphs import CudaGraphs
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.health.doctor import Watch
 from stopmim.health.measure import Health, due_every, norms
@@ -50,7 +49,7 @@ from stopmim.train.optimizer import adamw
 from stopmim.train.plan import first_config
 from stopmim.train.progress import Clock, Progress, announce, logged, peak_memory
 from stopmim.train.rates import rates
-from stopmim.train.step import Step, build_step
+from stopmim.train.step import Step, build_step, is_recorded, recorded
 from stopmim.train.trouble import (
     can_halve,
     more_parts,
@@ -148,7 +147,8 @@ def train(
             run.model.predictor.positions.at_step(step, run.per_epoch)
             values = None
             try:
-                values = run.update(draws.at(step), now)  # on the device: nothing waits yet
+                # On the device: nothing waits yet.
+                values = run.function(draws.at(step), now, run.graphs)
             except Exception as error:
                 if not can_halve(run, error):
                     raise
@@ -250,17 +250,16 @@ class _Training:
             if self.health_every:
                 self.health = Health(images, config, device, self.amp, reader)
             self.untrained = self.health.measure(model) if self.health and fresh else None
-        wrapped = parallelise(model, world, runtime.parallel)  # DDP or FSDP2; `model` if alone
+        # DDP, FSDP2, or the step itself where that is recorded; `model` if alone.
+        self.is_recorded = is_recorded(config, device, world)
+        wrapped = parallelise(model, world, "step" if self.is_recorded else runtime.parallel)
         optimizer = adamw(model, config.optim)
         # This rank's images as slices of the global batch, one slice per gradient accumulation.
         self.parts = self._parts()
-        self.update = build_step(
+        self.function = step = build_step(
             model, optimizer, config, device, n_parts=len(self.parts), world=world, wrapped=wrapped
         )
-        # The step itself, where the update replays recordings of it.
-        step = self.update.function if isinstance(self.update, CudaGraphs) else self.update
-        assert isinstance(step, Step)
-        self.function = step
+        self.graphs = recorded(step, device) if self.is_recorded else None
         self.step = _resume(path, step, runtime.keep, world)  # updates done
         if 0 < self.step < self.total:
             say(f"{path}: resumes at step {self.step}")
@@ -286,8 +285,7 @@ class _Training:
         self.reading.close()  # that of larger parts
         batches = loader(reader.images, config, self.step, device=device, **where, reader=reader)
         self.reading.enter_context(contextlib.closing(batches))
-        update = self.update
-        beside = update.beside if isinstance(update, CudaGraphs) else contextlib.nullcontext
+        beside = self.graphs.beside if self.graphs else contextlib.nullcontext
         return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
 
     def halve(self) -> None:
@@ -295,11 +293,11 @@ class _Training:
         parts = more_parts(self.config, self.world.size)
         self.config = override(self.config, {"runtime.accumulate": parts})
         self.parts = self._parts()
-        self.function.n_parts = len(self.parts)
-        self.update = self.function  # a recording would be of the larger parts
-        self.function.optimizer.zero_grad(set_to_none=True)
+        self.graphs = None  # of the larger parts
+        self.function.cut(len(self.parts))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        self.graphs = recorded(self.function, self.device) if self.is_recorded else None
         record_parts(self.path, parts)
         size = self.config.optim.batch_size // parts
         warn(f"out of memory at step {self.step + 1}; continuing with {size} images at a time")

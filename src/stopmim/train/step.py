@@ -27,8 +27,13 @@ from stopmim.train.rates import Rates
 if TYPE_CHECKING:
     from stopmim.gpu.kernels.adamw import OnePass  # needs triton
 
+ALIGNED = 32  # floats: a gradient begins where vectors of any kernel can
+
 Part = tuple[Batch, Noise]
 LossFunction = Callable[[nn.Module, Target, Batch, Noise], Loss]
+
+
+Work = Callable[[Part | None, Rates[float] | Rates[Tensor] | None], dict[str, Tensor]]
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Step:
         n_parts: parts of a batch on this rank, whose gradients are added up.
         amp: dtype of autocast; float16 scales the loss.
         world: the ranks that train together, each with parts of its own.
-        at_once: AdamW and the target encoder in one pass; None is the usual way.
+        one_pass: AdamW and the target encoder in one pass; None is the usual way.
     """
 
     model: MaskedImageModel
@@ -53,38 +58,71 @@ class Step:
     n_parts: int = 1
     amp: torch.dtype | None = None
     world: World = ALONE
-    at_once: "OnePass | None" = None
+    one_pass: "OnePass | None" = None
 
     # Counts the steps from the first loss or gradient that is not finite on. It stays on the
     # device, because reading it waits; while it is not 0, AdamW changes nothing.
     broken: Tensor = field(init=False)
+    # Added up over parts and averaged over ranks: loss and its two spreads, (3,). Before them come
+    # the gradients if these stay in place.
+    sums: Tensor = field(init=False)
+    in_place: bool = field(init=False, default=False)
     scaler: torch.amp.GradScaler | None = field(init=False, default=None)
     guard: Guard | None = field(init=False, default=None)
     settled: bool = field(init=False, default=True)  # no weight has changed since the loop set it
 
     def __post_init__(self) -> None:
         device = self.model.encoder.pos_embed.device
-        self.broken = torch.zeros((), device=device)
+        self.broken, self.sums = torch.zeros((), device=device), torch.zeros(3, device=device)
         if self.amp == torch.float16:
             self.scaler = torch.amp.GradScaler(device.type)
         self.guard = build_guard(self.optim, device)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether an update follows its gradients at once: no other part or rank adds to them."""
+        return self.n_parts == 1 and self.world.store is None
+
     def __call__(
-        self, parts: Iterable[Part], rates: Rates[float] | Rates[Tensor]
+        self,
+        parts: Iterable[Part],
+        rates: Rates[float] | Rates[Tensor],
+        work: Work | None = None,
     ) -> dict[str, Tensor]:
-        """Makes one update; returns tensors by name, since reading them waits for the device."""
-        model, called = self.model, self.wrapped or self.model
-        self.optimizer.zero_grad(set_to_none=True)
-        sums: list[Tensor] = []  # of every part: loss and its two spreads, (3,)
-        for i, (batch, noise) in enumerate(parts, start=1):
-            average_gradients(called, i == self.n_parts)  # over ranks: with the last part only
-            with torch.autocast(batch.images.device.type, self.amp, enabled=self.amp is not None):
-                found = self.loss(called, model.target, batch, noise)
+        """Makes one update; returns tensors by name, since reading them waits for the device.
+
+        `work` stands in for the method of that name: a recording of it, as from `recorded`.
+        """
+        work = work or self.work
+        self.sums.zero_()
+        if not self.in_place:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.at_once:
+            (part,) = parts
+            return work(part, rates)
+        for i, part in enumerate(parts, start=1):
+            # By a wrapper, over ranks: with the last part only.
+            average_gradients(self.wrapped or self.model, i == self.n_parts)
+            work(part, None)
+        self.world.mean_(self.sums)  # never recorded: ranks may differ in what they can record
+        return work(None, rates)
+
+    def work(
+        self, part: Part | None, rates: Rates[float] | Rates[Tensor] | None
+    ) -> dict[str, Tensor]:
+        """Adds up gradients and losses of `part`, if given, then updates, if there are `rates`."""
+        if part is not None:
+            batch, noise = part
+            device, called = batch.images.device.type, self.wrapped or self.model
+            with torch.autocast(device, self.amp, enabled=self.amp is not None):
+                found = self.loss(called, self.model.target, batch, noise)
             loss = found.loss / self.n_parts  # parts are equally large, so means add up
             (self.scaler.scale(loss) if self.scaler else loss).backward()
-            # A copy: a detached mean alone would keep the whole elementwise loss alive.
-            sums.append(torch.stack([x.detach() for x in found]) / self.n_parts)
-        means = self.world.mean_(torch.stack(sums).sum(dim=0) if len(sums) > 1 else sums[0])
+            self.sums[-3:] += torch.stack([x.detach() for x in found]) / self.n_parts
+        return self._update(rates) if rates is not None else {}
+
+    def _update(self, rates: Rates[float] | Rates[Tensor]) -> dict[str, Tensor]:
+        model, means = self.model, self.sums[-3:].clone()  # the next update overwrites them
         self.settled = False
         if self.scaler:  # gradients must have their true size before they are clipped
             self.scaler.unscale_(self.optimizer)
@@ -99,10 +137,25 @@ class Step:
             self.scaler.update()
             model.update_target(rates.momentum)  # after the encoder, as I-JEPA
         else:
-            advance(model, self.optimizer, rates, skip, self.at_once)
-        if isinstance(rates.lr, Tensor):  # recorded: gradients would occupy the shared memory
+            advance(model, self.optimizer, rates, skip, self.one_pass)
+        if isinstance(rates.lr, Tensor) and not self.in_place:
+            # Recorded: gradients would occupy the shared memory.
             self.optimizer.zero_grad(set_to_none=True)
         return values
+
+    def keep_gradients(self) -> None:
+        """Makes gradients views of `sums`, so that they stay in place and are averaged at once."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
+        self.sums = self.sums.new_zeros(sum(sizes) + 3)
+        for p, place in zip(parameters, self.sums[:-3].split(sizes), strict=True):
+            p.grad = place[: p.numel()].view_as(p)
+        self.in_place = True
+
+    def cut(self, n_parts: int) -> None:
+        """Goes on with more parts, after one that has failed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.n_parts, self.in_place, self.sums = n_parts, False, self.sums.new_zeros(3)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Prepares gradients for AdamW: penalty, norm, whether to update at all, clipping."""
@@ -147,23 +200,34 @@ def build_step(
     n_parts: int = 1,
     world: World = ALONE,
     wrapped: nn.Module | None = None,
-) -> Step | CudaGraphs:
-    """The step of a run: recorded as CUDA graphs where possible, compiled or plain elsewhere.
-
-    Recorded if `runtime.compile` is auto: one process on one GPU, one part, no loss scaling.
-    """
+) -> Step:
+    """The step of a run, compiled where that is possible; `recorded` makes recordings of it."""
     amp = choose_precision(config.runtime.precision, device)
-    automatic = compiles_itself(config.runtime.compile, device, build_sampler(config).static)
     # Forward and loss are compiled together; autograd compiles the backward pass with them.
-    loss = compiled(masked_loss) if automatic or config.runtime.compile == "on" else masked_loss
-    at_once = None
+    compiles = _automatic(config, device) or config.runtime.compile == "on"
+    loss = compiled(masked_loss) if compiles else masked_loss
+    fused_pass = None
     if config.runtime.kernels == "fused":
         runtime, width = config.runtime, model.encoder.width
         sharded = world.store is not None and runtime.parallel == "fsdp"
         warn_unless_fused(device, amp, width, runtime.recompute == "on", sharded)
-        at_once = one_pass(model, optimizer, amp)
-    step = Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world, at_once)
-    alone = world.store is None and n_parts == 1 and step.scaler is None
-    if alone and automatic:
-        return CudaGraphs(step, device)
-    return step
+        fused_pass = one_pass(model, optimizer, amp)
+    return Step(model, optimizer, config.optim, loss, wrapped, n_parts, amp, world, fused_pass)
+
+
+def is_recorded(config: Config, device: torch.device, world: World = ALONE) -> bool:
+    """Whether updates run as CUDA graphs: `runtime.compile` is auto, no shards, no loss scaling."""
+    sharded = world.store is not None and config.runtime.parallel == "fsdp"
+    scaled = choose_precision(config.runtime.precision, device) == torch.float16
+    return _automatic(config, device) and not sharded and not scaled
+
+
+def _automatic(config: Config, device: torch.device) -> bool:
+    return compiles_itself(config.runtime.compile, device, build_sampler(config).static)
+
+
+def recorded(step: Step, device: torch.device) -> CudaGraphs:
+    """`step.work` as CUDA graphs: of a whole update, or of a part and of what follows all parts."""
+    if not step.at_once:
+        step.keep_gradients()
+    return CudaGraphs(step.work, device)

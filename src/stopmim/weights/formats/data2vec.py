@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stopmim.base.pictures import Pictures, as_input, no_transform
-from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, Pool, take
+from stopmim.gpu.blocks import take
+from stopmim.method.encoder import EPS, Encoder, Mlp, PatchEmbed, Pool
 from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Format, WeightFile
