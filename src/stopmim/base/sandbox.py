@@ -34,10 +34,11 @@ from torch import Tensor
 
 from stopmim.base.causes import cause, is_full
 from stopmim.base.errors import CheckpointError, ResourceError, StorageError, UserError
-from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.files import holes, open_to_read, read_regular
 from stopmim.base.memory import is_out_of_memory, shortage
 
 BYTES = 2**36  # most bytes of a file; a ViT-g with its optimizer has 2 ** 34
+HOLES = 2**26  # most bytes of a file that are not on the disk; weights are, but for some zeros
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
 TENSORS = 20_000  # most tensors of a file, and records of a zip; a ViT-H with AdamW has 1,600
 ALIGNED = 64  # bytes between which tensors begin
@@ -57,6 +58,8 @@ def read_tree(path: Path) -> Any:
     try:
         with open_to_read(path, BYTES) as file:
             size = os.fstat(file.fileno()).st_size
+            if (missing := holes(file)) > HOLES:
+                raise ValueError(f"a sparse file: {missing} of {size} bytes are not on the disk")
             if path.suffix != ".safetensors":
                 return _pickle(path, size)
             header = int.from_bytes(file.read(8), "little")
