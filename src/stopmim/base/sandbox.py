@@ -281,7 +281,7 @@ def _extract(path: Path, size: int, tensors: IO[bytes]) -> list[Any]:
         raise ValueError(f"{needed} bytes of tensors in a file of {size}")
     for tensor in found:
         tensors.write(bytes(-tensors.tell() % ALIGNED))
-        tensors.write(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        tensors.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     tensors.flush()
     return values
 

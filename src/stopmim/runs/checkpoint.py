@@ -136,7 +136,7 @@ def verify(path: Path) -> str | None:
     """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
         files = json.loads(read_regular(path / "manifest.json"))["files"]
-        seen, missing = set[tuple[int, int]](), 0
+        seen, unwritten = set[tuple[int, int]](), 0
         for name, want in files.items():
             file = path / Path(name).name  # never elsewhere
             found = file.stat()
@@ -148,9 +148,9 @@ def verify(path: Path) -> str | None:
                 return f"{file}: the same file as another one"
             seen.add((found.st_dev, found.st_ino))
             with open_to_read(file, BYTES) as opened:
-                missing += holes(opened)
-            if missing > HOLES:  # a small archive can hold terabytes of them
-                return f"{file}: a sparse file: {missing} bytes are not on the disk"
+                unwritten += holes(opened)
+            if unwritten > HOLES:  # a small archive can hold terabytes of them
+                return f"{file}: a sparse file: {unwritten} bytes are not on the disk"
             if sha256(file) != want["sha256"]:
                 return f"{file}: sha256 is not the recorded one"
         if extra := shards.unlisted(path, files):
