@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from limits import limit_memory
 from stopmim.__main__ import run
 
 GIB = 1 << 30
@@ -130,9 +131,7 @@ class Started:
         if self.limits.file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limits.file,) * 2)
         if self.limits.space is not None:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * resource.getpagesize() + self.limits.space
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit_memory(self.limits.space)
 
     def is_over(self) -> bool:
         """Whether it has ended by itself, or been ended for going beyond its limits."""

@@ -161,6 +161,8 @@ def _folders() -> dict[str, Write]:
     array = {"zarr_format": 2, "shape": [20_000, 20_000], "chunks": [1, 1], "dtype": "|u1",
              "compressor": None, "filters": None, "fill_value": 0, "order": "C"}  # fmt: skip
     about = json.dumps(array).encode()
+    large = json.dumps(array | {"shape": [2**20] * 2, "chunks": [4096] * 2}).encode()
+    found["arrays of 2 ** 40 pixels"] = _tree({"0.zarr/.zarray": large})
     found["arrays of tiny chunks"] = _tree({f"{i}.zarr/.zarray": about for i in range(4)})
     found["a deflated DICOM"] = _tree({"a.dcm": lambda path: path.write_bytes(deflated_dicom())})
     return found | {"f" * 300: lambda path: None, "no images": lambda path: path.mkdir()}

@@ -40,6 +40,7 @@ import hostile_data
 import hostile_runs
 import hostile_texts
 import hostile_weights
+from limits import limit_memory
 from stopmim.base.console import MISTAKES
 
 Write = Callable[[Path], object]
@@ -269,16 +270,14 @@ def serve(seconds: float, memory: int) -> None:
     gc.freeze()  # to collect garbage would copy all memory to every process
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a command leaves comes here
-    page = resource.getpagesize()
-    base = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     def child(words: list[str]) -> None:
         os.setsid()  # its processes are a group of their own
         for number, name in enumerate(("out", "err"), 1):
             os.dup2(os.open(f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * page
-        resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+        limit_memory(memory)
         code = 1
         try:
             code = main(words)

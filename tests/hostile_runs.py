@@ -174,6 +174,12 @@ def _checkpoints() -> dict[str, Write]:
 
         return checkpoint(change)
 
+    def holes(step: Path) -> None:
+        """Weights of 64 GB that take no room, of the size that the manifest says."""
+        os.truncate(step / "model.safetensors", 2**36)
+        name = "model.safetensors"
+        json_of("manifest.json", lambda m: m["files"][name].update(bytes=2**36))(step)
+
     def loop(run: Path) -> None:
         shutil.rmtree(steps(run)[-1])
         steps(run)[-1].with_name("step-00009999").symlink_to("step-00009999")
@@ -209,6 +215,7 @@ def _checkpoints() -> dict[str, Write]:
         "a manifest that lists a long name": lists("n" * 300),
         "a manifest that lists lines": lists("a\nstopmim: error: forged\x1b[2J"),
         "a manifest that lists a zero byte": lists("a\0b"),
+        "weights of 64 GB of holes": checkpoint(holes),
         "many blocks": checkpoint(lambda step: forge(step, model=many_blocks(15_000))),
         "a checkpoint that is a loop": changed(loop),
         "a checkpoint that is a file": changed(

@@ -376,6 +376,7 @@ def sparse(size: int, start: bytes = b"") -> Write:
 
 def _places() -> dict[str, Write]:
     terabyte = header({"pos_embed": entry([1, 4, 2**36], 0, 2**40)})
+    holes = header({"pos_embed": entry([1, 4, 2**30], 0, 2**34)})
     return {
         "pipe.pth": os.mkfifo,
         "pipe.safetensors": os.mkfifo,
@@ -386,6 +387,8 @@ def _places() -> dict[str, Write]:
         "terabyte of zeros.pth": sparse(2**40),
         "terabyte of zeros.safetensors": sparse(2**40),
         "terabyte of a tensor.safetensors": sparse(2**40 + len(terabyte), terabyte),
+        "16 GB of holes.safetensors": sparse(2**34 + len(holes), holes),
+        "16 GB of holes.pth": sparse(2**34, b"\x80\2"),
         "empty folder": lambda path: path.mkdir(),
         "folder.pth": lambda path: path.mkdir(),
         "n" * 300 + ".pth": lambda path: None,  # no file can have this name

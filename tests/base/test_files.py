@@ -14,7 +14,9 @@ from stopmim.base.files import (
     Count,
     append_jsonl,
     count_lines,
+    holes,
     leftovers,
+    open_to_read,
     own_folder,
     parse_jsonl,
     read_jsonl,
@@ -210,3 +212,22 @@ def test_a_folder_of_a_run_is_no_link(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is a link"):
         own_folder(tmp_path / "figures")
     assert own_folder(tmp_path / "a" / "b").is_dir()
+
+
+def test_holes_are_counted_wherever_they_are_and_reading_begins_at_the_start(
+    tmp_path: Path,
+) -> None:
+    block = 2**20
+    with (tmp_path / "a").open("wb") as file:
+        for at in (0, 3, 6):
+            file.seek(at * block)
+            file.write(b"x" * block)
+        file.truncate(16 * block)
+    (tmp_path / "b").write_bytes(b"x" * block)
+    (tmp_path / "c").write_bytes(b"")
+    found = []
+    for name in "abc":
+        with open_to_read(tmp_path / name) as opened:
+            found.append(holes(opened))
+            assert opened.read(1) == b"x"[: name != "c"]
+    assert found == [13 * block, 0, 0]

@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 
 import stopmim
 from hostile_weights import write_fine
+from limits import limit_memory
 from stopmim.base.console import Ticker, say
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
@@ -437,9 +437,7 @@ def test_main_memory_that_runs_out_is_one_line_with_a_way_out(
     if child == 0:
         code = 99
         try:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + 400 * 2**20
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            limit_memory(400 * 2**20)
             names = {"run": tmp_path / "run", "fine": fine, "tiny": " ".join(TINY)}
             code = main(words.format(**names).split())
         finally:

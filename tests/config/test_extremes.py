@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo  # which an optimizer imports, in more time than a run takes
 
+from limits import limit_memory
 from stopmim import pretrain
 from stopmim.base.errors import CheckpointError, ResourceError, UserError
 from stopmim.base.memory import is_out_of_memory
@@ -70,9 +70,7 @@ def test_any_config_is_refused_or_trains(seeds: range, tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            limit_memory(MEMORY)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             for seed in range(first, min(first + 30, seeds.stop)):
                 rng = random.Random(seed)
@@ -129,9 +127,7 @@ def test_weights_that_do_not_fit_into_memory_are_not_called_damaged(tmp_path: Pa
     if not child:
         code = 1
         try:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + (16 << 20)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            limit_memory(16 << 20)
             read_tree(tmp_path / "x.safetensors")
         except (ResourceError, CheckpointError) as error:
             code = error.exit_code

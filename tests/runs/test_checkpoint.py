@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,9 +76,21 @@ def test_no_damage_goes_unnoticed(copy: Run) -> None:
     assert copy.checkpoint == newest
 
 
-def test_latest_is_by_step_and_not_by_date(copy: Run) -> None:
-    import os
+def test_a_sparse_file_is_damage_that_costs_no_time(copy: Run) -> None:
+    """An archive of kilobytes may hold it, and the manifest beside it may confirm anything."""
+    newest = copy.checkpoint
+    for name in ("model.safetensors", "state.json"):
+        size = 2**36
+        os.truncate(newest / name, size)
+        manifest = json.loads((newest / "manifest.json").read_text())
+        manifest["files"][name]["bytes"] = size
+        (newest / "manifest.json").write_text(json.dumps(manifest))
+        begin = time.process_time()
+        assert "a sparse file: 6871" in str(checkpoint.verify(newest))
+        assert time.process_time() - begin < 1
 
+
+def test_latest_is_by_step_and_not_by_date(copy: Run) -> None:
     first, second = sorted((copy.path / "checkpoints").iterdir())
     os.utime(first, (2e9, 2e9))
     assert copy.checkpoint == second
@@ -305,8 +319,6 @@ def test_a_checkpoint_that_is_damaged_and_stays_is_still_an_error(copy: Run) -> 
 def test_a_manifest_that_names_what_never_ends_is_refused(
     copy: Run, tmp_path: Path, link: str
 ) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     newest = copy.checkpoint
     manifest = json.loads((newest / "manifest.json").read_text())

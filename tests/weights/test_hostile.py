@@ -193,12 +193,12 @@ def test_the_header_of_a_file_is_read_without_mapping_the_file_again(
         untrusted.read_tree(file)
 
 
-@pytest.mark.parametrize("name", ["tree.json", "tensors.safetensors"])
+@pytest.mark.parametrize("what", ["values", "tensors"])
 def test_a_full_temporary_folder_is_not_the_fault_of_a_pickle(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the child: the limit on the size of a file gives EFBIG, which is like a full disk."""
-    values = ["x" * 200_000] if name == "tree.json" else []
+    values = ["x" * 200_000] if what == "values" else []
     weights = torch.zeros(1 if values else 100_000)
     torch.save({"a": weights, "b": values}, tmp_path / "a.pth")
     load, limit = torch.load, resource.RLIMIT_FSIZE
@@ -254,10 +254,7 @@ def test_a_reader_ends_with_its_parent_and_leaves_nothing(
     while _is_alive(parent.pid):  # any process of its group
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    if number != signal.SIGKILL:
-        assert list((tmp_path / "tmp").iterdir()) == []
-    if number == signal.SIGTERM:
-        assert parent.returncode == 143
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def _is_alive(group: int) -> bool:

@@ -194,6 +194,20 @@ def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedR
     return open(_opened(path, limit)[0], "rb")
 
 
+def holes(file: BufferedReader) -> int:
+    """Bytes of a sparse file that take no room on the disk, as far as the file system tells."""
+    size, at, found = os.fstat(file.fileno()).st_size, 0, 0
+    try:
+        while at < size:
+            data = file.seek(at, os.SEEK_DATA)
+            found += data - at
+            at = file.seek(data, os.SEEK_HOLE)
+    except OSError as error:
+        found += size - at if error.errno == errno.ENXIO else 0  # no data after `at`
+    file.seek(0)
+    return found
+
+
 def read_regular(path: str | bytes | Path, limit: int | None = None) -> bytes:
     """The bytes of a file that `open_to_read` opens; by default the name decides on the limit."""
     if limit is None:

@@ -2,18 +2,19 @@
 
 A pickle is loaded with ``weights_only=True``. It can still take endless memory and time: a kilobyte
 can ask for gigabytes, or for deeply nested lists. So a child process reads it, with limits on both,
-and passes on plain values and tensors as JSON and safetensors. It ends with this process, however
+and passes on plain values as JSON and tensors as bytes. It ends with this process, however
 that ends. Compressed or overlapping records, and tensors that expand a few bytes to gigabytes, do
 not occur in honest files and are refused.
 """
 
 import argparse
-import contextlib
 import ctypes
 import errno
 import gc
 import itertools
 import json
+import math
+import mmap
 import os
 import re
 import resource
@@ -21,25 +22,26 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from stopmim.base.causes import cause, is_full
 from stopmim.base.errors import CheckpointError, ResourceError, StorageError, UserError
-from stopmim.base.files import open_to_read, read_regular
+from stopmim.base.files import holes, open_to_read, read_regular
 from stopmim.base.memory import is_out_of_memory, shortage
 
 BYTES = 2**36  # most bytes of a file; a ViT-g with its optimizer has 2 ** 34
+HOLES = 2**26  # most bytes of a file that are not on the disk; weights are, but for some zeros
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
 TENSORS = 20_000  # most tensors of a file, and records of a zip; a ViT-H with AdamW has 1,600
+ALIGNED = 64  # bytes between which tensors begin
 SHARED = 4  # most bytes of tensors per byte of file: some networks save a matrix twice
 DEPTH = 10  # deepest nesting of containers; VISSL's encoder lies at 5
 VALUES = 100_000  # most values, containers and tensors of a pickle; a ViT-H with AdamW has 10,000
@@ -56,6 +58,8 @@ def read_tree(path: Path) -> Any:
     try:
         with open_to_read(path, BYTES) as file:
             size = os.fstat(file.fileno()).st_size
+            if (missing := holes(file)) > HOLES:
+                raise ValueError(f"a sparse file: {missing} of {size} bytes are not on the disk")
             if path.suffix != ".safetensors":
                 return _pickle(path, size)
             header = int.from_bytes(file.read(8), "little")
@@ -112,11 +116,12 @@ def one_line(error: BaseException) -> str:
 
 def _pickle(path: Path, size: int) -> Any:
     try:
-        with _cleaning_up(), tempfile.TemporaryDirectory(prefix="stopmim-") as folder:
-            if shutil.disk_usage(folder).free < size:
+        # Without names: nothing is left of them, however this process ends.
+        with tempfile.TemporaryFile() as tree, tempfile.TemporaryFile() as tensors:
+            if shutil.disk_usage(tempfile.gettempdir()).free < size:
                 raise OSError(errno.ENOSPC, f"reading {path} needs {size} bytes there")
-            return _read_by_child(path, size, Path(folder))
-    except OSError as error:  # of the folder: a child reads the file
+            return _read_by_child(path, size, tree, tensors)
+    except OSError as error:  # of the two files: a child reads the file
         if isinstance(known := cause(error), ResourceError) or error.errno == errno.EAGAIN:
             raise known or ResourceError(
                 f"{path}: no process to read it: {error.strerror}"
@@ -125,8 +130,7 @@ def _pickle(path: Path, size: int) -> Any:
         raise StorageError(f"{what}; set TMPDIR to another folder") from None
 
 
-def _read_by_child(path: Path, size: int, folder: Path) -> Any:
-    tree, tensors = folder / "tree.json", folder / "tensors.safetensors"
+def _read_by_child(path: Path, size: int, tree: IO[bytes], tensors: IO[bytes]) -> Any:
     seconds = SECONDS + size / 1e7
     parent, child = os.getpid(), os.fork()  # a new interpreter would take seconds for torch
     if not child:
@@ -148,36 +152,28 @@ def _read_by_child(path: Path, size: int, folder: Path) -> Any:
         raise OSError(errno.ENOSPC, f"no room for the tensors of {path}")
     if code:
         raise ValueError(f"the process that read it ended with {code}")
-    found = json.loads(tree.read_text(encoding="utf-8"))
+    tree.seek(0)
+    found = json.load(tree)
     if "error" in found:
         raise ValueError(found["error"])
-    # The mapping outlives the file's name.
-    return _join(found["tree"], load_file(tensors))
+    data = torch.empty(0, dtype=torch.uint8)
+    if length := os.fstat(tensors.fileno()).st_size:  # a mapping outlives the file
+        mapped = mmap.mmap(tensors.fileno(), length, access=mmap.ACCESS_COPY)
+        data = torch.frombuffer(mapped, dtype=torch.uint8)
+    return _join(found["tree"], data)
 
 
-@contextlib.contextmanager
-def _cleaning_up() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside, so that nothing is left, if it would just end us."""
-    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `_split`."""
+def _join(value: Any, data: Tensor) -> Any:
+    """Inverse of `_split`: tensors are views of `data`."""
     kind, inner = value
     if kind == "tensor":
-        return tensors[inner]
+        start, dtype, shape = inner
+        end = start + math.prod(shape) * getattr(torch, dtype).itemsize
+        return data[start:end].view(getattr(torch, dtype)).view(shape)
     if kind == "list":
-        return [_join(item, tensors) for item in inner]
+        return [_join(item, data) for item in inner]
     if kind == "mapping":
-        return {key: _join(item, tensors) for key, item in inner}
+        return {key: _join(item, data) for key, item in inner}
     return inner
 
 
@@ -207,7 +203,9 @@ def _check_zip(path: Path, size: int) -> None:
             raise ValueError(f"{broken} has a wrong checksum")
 
 
-def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: Path) -> NoReturn:
+def _read_in_child(
+    path: Path, size: int, seconds: float, tree: IO[bytes], tensors: IO[bytes]
+) -> NoReturn:
     """Reads `path`, writes its values and tensors to two files, and ends the process."""
     code, is_short = 0, False
     try:
@@ -229,7 +227,8 @@ def _read_in_child(path: Path, size: int, seconds: float, tree: Path, tensors: P
             code = _code_of(failed, is_short, SHARED * size + MEMORY)
             what = f"takes {MEMORY} bytes more than a file of {size} should"
             said = {"error": what if is_out_of_memory(failed) else one_line(failed)}
-        tree.write_text(json.dumps(said), encoding="utf-8")
+        tree.write(json.dumps(said).encode())
+        tree.flush()
     except MemoryError:
         code = NO_MEMORY if is_short else 1
     except OSError:  # of the folder of the two files
@@ -263,7 +262,7 @@ def _limit_memory(most: int) -> bool:
     return limit - now < most // 2
 
 
-def _extract(path: Path, size: int, tensors: Path) -> list[Any]:
+def _extract(path: Path, size: int, tensors: IO[bytes]) -> list[Any]:
     """The values of `path` as of `_split`; writes its tensors to a file."""
     if zipfile.is_zipfile(path):
         _check_zip(path, size)
@@ -280,20 +279,29 @@ def _extract(path: Path, size: int, tensors: Path) -> list[Any]:
         raise ValueError(f"{len(found)} tensors, more than {TENSORS}")
     if needed > SHARED * size:
         raise ValueError(f"{needed} bytes of tensors in a file of {size}")
-    save_file(_unshared(found), tensors)
+    for tensor in found:
+        tensors.write(bytes(-tensors.tell() % ALIGNED))
+        tensors.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    tensors.flush()
     return values
 
 
 def _split(value: Any, found: list[Tensor]) -> list[Any]:
-    """`value` for JSON as (kind, content) pairs, limited in number; tensors go to `found`."""
-    count = itertools.count()
+    """`value` for JSON as (kind, content) pairs, limited in number; tensors go to `found`.
+
+    The content of a tensor is its place in the file of tensors, its type and its shape.
+    """
+    count, end = itertools.count(), 0
 
     def pair(value: Any, depth: int) -> list[Any]:
+        nonlocal end
         if next(count) > VALUES or not depth:
             raise ValueError(f"more than {VALUES} values, or containers {DEPTH} deep")
         if isinstance(value, Tensor):
+            start = end + -end % ALIGNED
+            end = start + value.numel() * value.element_size()
             found.append(value)
-            return ["tensor", str(len(found) - 1)]
+            return ["tensor", [start, str(value.dtype).removeprefix("torch."), [*value.shape]]]
         if isinstance(value, Mapping):
             return ["mapping", [[str(key), pair(item, depth - 1)] for key, item in value.items()]]
         if isinstance(value, list | tuple):
@@ -302,14 +310,3 @@ def _split(value: Any, found: list[Tensor]) -> list[Any]:
         return ["value", value if plain else type(value).__name__]
 
     return pair(value, DEPTH)
-
-
-def _unshared(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Tensors by number, contiguous and without shared storage, as safetensors requires."""
-    seen, own = set[int](), dict[str, Tensor]()
-    for i, tensor in enumerate(tensors):
-        storage = tensor.untyped_storage().data_ptr()
-        dense = tensor.detach().contiguous()
-        own[str(i)] = dense.clone() if storage in seen else dense
-        seen.add(storage)
-    return own

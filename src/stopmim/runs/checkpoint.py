@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.faults import faultpoint
-from stopmim.base.files import open_to_read, read_regular, remove
+from stopmim.base.files import holes, open_to_read, read_regular, remove
 from stopmim.base.memory import is_out_of_memory
-from stopmim.base.sandbox import BYTES, read_tree
+from stopmim.base.sandbox import BYTES, HOLES, read_tree
 from stopmim.config.schema import Config
 from stopmim.data.pixels import stats_of
 from stopmim.data.transform import seeing
@@ -136,7 +136,7 @@ def verify(path: Path) -> str | None:
     """Returns what is wrong with the checkpoint at `path`, in one line, or None."""
     try:
         files = json.loads(read_regular(path / "manifest.json"))["files"]
-        seen = set[tuple[int, int]]()
+        seen, unwritten = set[tuple[int, int]](), 0
         for name, want in files.items():
             file = path / Path(name).name  # never elsewhere
             found = file.stat()
@@ -147,6 +147,10 @@ def verify(path: Path) -> str | None:
             if (found.st_dev, found.st_ino) in seen:  # to hash it a thousand times takes hours
                 return f"{file}: the same file as another one"
             seen.add((found.st_dev, found.st_ino))
+            with open_to_read(file, BYTES) as opened:
+                unwritten += holes(opened)
+            if unwritten > HOLES:  # a small archive can hold terabytes of them
+                return f"{file}: a sparse file: {unwritten} bytes are not on the disk"
             if sha256(file) != want["sha256"]:
                 return f"{file}: sha256 is not the recorded one"
         if extra := shards.unlisted(path, files):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -118,6 +119,7 @@ class _Copy:
         if self.dropped and self.kind == "wandb":
             with contextlib.suppress(TimeoutError):
                 within(1, _leave_wandb)
+            _end_stopped()
 
     def _drop(self, why: str) -> None:
         if not self.dropped:
@@ -214,3 +216,13 @@ def _leave_wandb() -> None:
 
         wandb.termsetup(wandb.Settings(show_errors=False), None)  # it is said already
         wandb.teardown()
+
+
+def _end_stopped() -> None:
+    """Kills stopped processes of W&B that this one has started: nothing else would end them."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # it has just ended
+            name, _, rest = file.read_text().rpartition(")")
+            state, parent, *_ = rest.split()
+            if "(wandb" in name and state == "T" and int(parent) == os.getpid():
+                os.kill(int(file.parent.name), signal.SIGKILL)

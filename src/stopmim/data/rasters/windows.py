@@ -5,9 +5,11 @@ import math
 import numpy as np
 
 from stopmim.data.crops import Box
+from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.raster import MOST, Raster, bytes_of, one_reason
 
 LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
+SHRUNK = 2**34  # bytes of pixels: it would take minutes to read more of them for one image
 STRIP = 2**26  # bytes that are read at a time of a part that does not fit
 PARTS, PART = 16, 256  # number and side of the squares that statistics of a large image are of
 SPARE = 2  # pixels per pixel of a view that are read, so that shrinking still filters them
@@ -60,10 +62,15 @@ def _bounded(raster: Raster, box: Box) -> np.ndarray:
 
 def _shrunk(raster: Raster, box: Box) -> np.ndarray:
     """The pixels of `box`, each the mean of a square of them, read in strips."""
-    by = math.ceil(math.sqrt(bytes_of(raster, box) / STRIP))
+    if (size := bytes_of(raster, box)) > SHRUNK:  # in a sparse file they may take no room
+        raise BadImageError(
+            f"{box.width}x{box.height} pixels are {size >> 30} GiB, more than the {SHRUNK >> 30} "
+            f"GiB that are shrunk; add smaller copies to the file (overviews, levels), or cut it"
+        )
+    by = math.ceil(math.sqrt(size / STRIP))
     height, width = box.height // by, box.width // by
     found = np.empty((height, width, raster.shape[2]), raster.kind)
-    rows = max(1, STRIP // (bytes_of(raster, box) // box.height * by))  # of the result
+    rows = max(1, STRIP // (size // box.height * by))  # of the result
     for top in range(0, height, rows):
         n = min(rows, height - top)
         pixels = raster.read(Box(box.top + top * by, box.left, n * by, width * by))
