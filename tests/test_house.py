@@ -181,6 +181,7 @@ MANY_OPTIONS = {
     "_add_norm_backward",
     "_adamw_prepare",
     "_adamw_piece",
+    "_gelu_backward_sums",
     "_adamw_update",
 }
 
