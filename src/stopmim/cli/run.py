@@ -30,7 +30,7 @@ from stopmim.cli.options import split_changes
 from stopmim.cli.presets import Presets
 from stopmim.cli.training import Ablate, Check, Demo, Pack, Pretrain, Repair
 from stopmim.cli.weights import Export, Features, Inspect
-from stopmim.cli.wrong_input import one_line
+from stopmim.cli.wrong_input import command_of, one_line
 
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
@@ -110,7 +110,7 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
             return None
         raise UserError(one_line(stderr.getvalue(), words) if is_first_rank() else "") from None
     if changes and not hasattr(command, "changes"):
-        raise UserError(f"{words[0]}: takes no config key, got --{next(iter(changes))}")
+        raise UserError(f"{command_of(words)}: takes no config key, got --{next(iter(changes))}")
     if changes:
         command.changes.update(changes)
     return command

@@ -6,6 +6,7 @@ from stopmim.base.errors import did_you_mean
 from stopmim.config.schema import Config, flatten
 
 TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # commands with config keys
+GROUPS = ("eval", "bench")  # commands that are several
 REWORDED = {  # tyro's messages about values -> ours
     r"Missing from stopmim ([\w ]+):": r"\1: missing",
     r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+\b)) ([^()]*) \(required\)": r"\1 (\2),",
@@ -21,6 +22,11 @@ REWORDED = {  # tyro's messages about values -> ours
 _MEANINGS = re.compile(r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+)) (\w+: [^;]+;.*) \(required\)")
 
 
+def command_of(words: list[str]) -> str:
+    """The command that `words` begin with, such as "eval knn"."""
+    return " ".join(word for word in words[: 1 + (words[0] in GROUPS)] if word.isalpha())
+
+
 def one_line(box: str, words: list[str]) -> str:
     """The message in one of tyro's titled boxes, as one line."""
     text = re.sub(r"[\u2500-\u257f]|-{3,}", " ", box)  # lines and corners
@@ -32,30 +38,29 @@ def one_line(box: str, words: list[str]) -> str:
         return unknown
     close = near.split()[0] if near else ""
     if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
-        said = f"{words[0]}: no option {option[2]}"
+        said = f"{command_of(words)}: no option {option[2]}"
         if option[1]:  # tyro suggests another command's; a config key may have this name
             name = option[2].removeprefix("--").replace("-", "_")
             keys = dict(flatten(Config().model_dump(mode="json"))) if words[0] in TAKE_KEYS else {}
             close = next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
     elif extra := re.match(r"Unrecognized options: ([^-].*)", said):
-        said = f'{words[0]}: one argument too many: "{extra[1].strip()}"'
+        said = f'{command_of(words)}: one argument too many: "{extra[1].strip()}"'
     elif choice := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. (.*)", said):
         names = re.findall(r"'([^']*)'", choice[3])
         where = f"{choice[2]}: " if choice[2].startswith("-") else ""
         choices = f"{did_you_mean(choice[1], names)}there are {', '.join(names)}"
-        said = f"{words[0]}: {where}invalid choice '{choice[1]}'; {choices}"
+        said = f"{command_of(words)}: {where}invalid choice '{choice[1]}'; {choices}"
     said = _MEANINGS.sub(_names_alone, said)
     for theirs, ours in REWORDED.items():
         said = re.sub(theirs, ours, said)
-    given = words[: 2 if words[:1] == ["eval"] else 1]
-    command = " ".join(["stopmim", *(word for word in given if word.isalpha()), "--help"])
+    close = close.rstrip(",")  # of a flag with its opposite
     hint = did_you_mean(close, [close]) if close else ""
-    return f"{said.strip(' .,')}; {hint}see {command}"
+    return f"{said.strip(' .,')}; {hint}see stopmim {command_of(words)} --help"
 
 
 def _no_such_command(words: list[str], names: list[str]) -> str:
     """The message about a command that is missing or not one of `names`; "" if it is one."""
-    above = [word for word in words[:1] if word == "eval"]
+    above = [word for word in words[:1] if word in GROUPS]
     word = next(iter(words[len(above) :]), "")
     if word in names:
         return ""
