@@ -221,7 +221,7 @@ class _Names:
         self.images, self.spelling = images, spelling
         self.folders = set[str]()  # that hold images, by every end of their paths
         self.by_path = defaultdict[str, list[int]](list)
-        self.by_end = defaultdict[str, list[int]](list)  # such as the base name
+        self.by_end = defaultdict[str, list[int]](list)  # shorter, down to the base name
         for i in range(len(images)):
             folder, slash, base = spelling(images.name(i)).rpartition("/")
             if folder not in self.folders:
@@ -229,7 +229,7 @@ class _Names:
             for name in bases.intersection((base, base.rpartition(".")[0])):
                 path = f"{folder}{slash}{name}"
                 self.by_path[path].append(i)
-                for end in _ends(path):
+                for end in _ends(path.partition("/")[2]):
                     self.by_end[end].append(i)
 
     def find(self, name: str) -> list[int]:
