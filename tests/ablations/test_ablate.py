@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -546,6 +547,13 @@ def test_data_sets_to_evaluate_on_have_columns_of_their_own() -> None:
     for same in (("scenes:8", "scenes:8"), ("cifar100=scenes:8", "cifar100=scenes:9")):
         with pytest.raises(UserError, match=r"--eval: two data sets called (scenes:8|cifar100):"):
             names(*same)
+
+
+def test_data_without_the_label_of_a_recipe_are_named(tmp_path: Path) -> None:
+    root = write_parts(tmp_path / "images")
+    said = f"^{re.escape(str(root))}: clevr_count is about the label count, and there is class; "
+    with pytest.raises(DataError, match=said):
+        questions("transfer", "scenes", 24, [f"clevr_count={root}"], "25")
 
 
 @pytest.mark.parametrize("asks", ["few labels", "tracking"])

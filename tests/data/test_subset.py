@@ -62,6 +62,7 @@ class Named(Arrays):
         ("a/7.png a/7", "a/7", "a/7"),
         ("a/cat/7.png cat/7.png", "cat/7.png", "cat/7.png"),
         ("1.tar/cat/7.png 2.tar/dog/7.png", "dog/7.png", "2.tar/dog/7.png"),
+        ("1.tar/cat/7.png 2.tar/dog/7.png", "train/dog/7.png", "2.tar/dog/7.png"),
         # Unique base names, wherever the images are.
         ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2_5.JPEG n2_5.JPEG", "n2/n2_5.JPEG"),
         ("n1/n1_5.JPEG n2/n2_5.JPEG", "n2_5", "n2/n2_5.JPEG"),
@@ -94,6 +95,7 @@ def test_a_list_finds_whole_paths_and_unique_base_names(
         # There is a folder b, and it has no such file.
         ("a/7.png b/8.png", "b/7.png", "not among the 2 training images: b/7.png$"),
         ("a/7.png b/8.png", "train/b/7.png", "not among the 2 training images: train/b/7.png$"),
+        ("1.tar/b/7.png 1.tar/a/8.png", "b/8.png", "not among the 2 training images: b/8.png$"),
         ("a/7.png b/8.png", "7.jpg", "not among the 2 training images: 7.jpg$"),
         ("a/7.png b/8.png", r"b\7.png", r"not among the 2 training images: b\\7.png$"),
         ("a/7.JPG a/7.jpg", "a/7.Jpg", "a/7.Jpg could be a/7.JPG or a/7.jpg"),

@@ -359,6 +359,16 @@ def test_the_same_question_again_is_answered_from_the_cache() -> None:
     assert ask()[0].result != first[0].result
 
 
+def test_videos_are_asked_again_in_another_precision() -> None:
+    encoder, tracking = open_encoder(RANDOM), VideoTracking(videos="scenes:1:32", video_size=32)
+    asked: list[Literal["fp32", "bf16"]] = ["fp32", "bf16", "bf16"]
+    kept = []
+    for precision in asked:
+        measure(Inputs(encoder, request=ImageRequest(precision=precision)), [tracking])
+        kept.append(len(list((folder() or Path()).rglob("answers/*.safetensors"))))
+    assert kept == [1, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("file", "changed"),
     [

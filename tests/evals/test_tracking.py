@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import GOLDEN, golden, golden_about, seeded
 from stopmim.base.errors import DataError, NonFiniteError, UserError
@@ -503,6 +504,25 @@ def test_a_gpu_in_half_precision_finds_what_a_cpu_finds() -> None:
     expected = track(encoder, videos, options)
     found = track(encoder, videos, options, device="cuda", precision=torch.float16)
     assert named(found)["J&F"] == pytest.approx(named(expected)["J&F"], abs=5e-4)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from one device or type to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **kwargs or {})
+
+
+def test_tiles_are_made_on_their_device() -> None:
+    """A copy from unpinned memory waits for a GPU: for the first frames of every video."""
+    expected = list(propagation.cut((23, 31), 4, torch.device("cpu")))
+    with Copies() as copies:  # type: ignore[no-untyped-call]
+        found = list(propagation.cut((23, 31), 4, torch.device("meta")))
+    assert not copies.count
+    assert [tile.far.shape for tile in found] == [tile.far.shape for tile in expected]
 
 
 @pytest.mark.gpu

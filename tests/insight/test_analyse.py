@@ -187,6 +187,11 @@ def test_the_curves_of_collapse_say_what_their_matrix_carries(
     ]
 
 
+def test_every_run_has_its_curve_even_if_colours_repeat(run: Run) -> None:
+    assert len(theory.collapse([run] * 9).axes[1].lines) == 9
+    assert [len(axes.lines) for axes in curves.norms([run] * 9).axes] == [9, 9]
+
+
 def test_a_free_matrix_shrinks_and_a_tied_one_does_not() -> None:
     tied, free = (theory.toy(tied=tied) for tied in (True, False))
     assert tied[-1] > 0.5

@@ -161,6 +161,13 @@ def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: boo
         ) from None
     train, test = both_without_skipped(*parts, request.get("skip"))
     parts = without_loose(train), without_loose(test)
+    for name in request["label"]:  # of the recipe: there is no such option here
+        if name not in parts[0].labels:
+            recipe, known = request["recipe"], ", ".join(parts[0].labels) or "no label"
+            raise DataError(
+                f"{source}: {recipe} is about the label {name}, and there is {known}; name data "
+                f"that has it, or leave {recipe}= out"
+            )
     labels = choose_labels(*parts, request["label"])
     if "list" in request and not FEW_LABELS.isdisjoint(protocols):
         check_named(parts[0], Path(request["list"]), labels)

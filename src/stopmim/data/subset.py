@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -209,7 +209,7 @@ def _portable(name: str) -> str:
 
 
 class _Names:
-    """Images by path and by base name, with and without extension; only those of `listed`.
+    """Images by path and by its ends, with and without extension; only those of `listed`.
 
     All names are in this `spelling`.
     """
@@ -219,39 +219,44 @@ class _Names:
     ) -> None:
         bases = {_base(spelling(name)) for name in listed}
         self.images, self.spelling = images, spelling
-        self.folders = set[str]()  # that hold images
+        self.folders = set[str]()  # that hold images, by every end of their paths
         self.by_path = defaultdict[str, list[int]](list)
-        self.by_base = defaultdict[str, list[tuple[str, int]]](list)  # paths and images
+        self.by_end = defaultdict[str, list[int]](list)  # shorter, down to the base name
         for i in range(len(images)):
             folder, slash, base = spelling(images.name(i)).rpartition("/")
-            self.folders.add(folder)
+            if folder not in self.folders:
+                self.folders.update(_ends(folder))
             for name in bases.intersection((base, base.rpartition(".")[0])):
                 path = f"{folder}{slash}{name}"
                 self.by_path[path].append(i)
-                self.by_base[name].append((path, i))
+                for end in _ends(path.partition("/")[2]):
+                    self.by_end[end].append(i)
 
     def find(self, name: str) -> list[int]:
         """Images that a list may mean by `name`.
 
-        Folders in front, as train/ or those of another layout, are ignored. But in a folder that
-        holds images, only the file itself counts: cat/7.jpg is never dog/7.jpg.
+        Folders in front, as train/ or those of another layout, are ignored, on either side: sources
+        have some as well, such as the name of a shard. But in a folder that holds images, only the
+        file itself counts: cat/7.jpg is never dog/7.jpg.
         """
-        end = name
-        while end:
-            if end in self.by_path:
-                return self._exact(self.by_path[end], end)
-            if (folder := end.rpartition("/")[0]) and folder in self.folders:
+        for end in _ends(name):
+            if found := self.by_path.get(end) or self.by_end.get(end):
+                return self._exact(found, end)
+            if end.rpartition("/")[0] in self.folders:
                 return []
-            end = end.partition("/")[2]
-        alike = self.by_base[_base(name)]
-        # Sources put something in front as well, such as the name of a shard.
-        found = [i for path, i in alike if path.endswith(f"/{name}")] or [i for _, i in alike]
-        return self._exact(found, _base(name))
+        return []
 
     def _exact(self, found: list[int], name: str) -> list[int]:
         """Those of `found` that have this extension, if any do: a.png is not a.png.jpg."""
         named = [i for i in found if self.spelling(self.images.name(i)).endswith(name)]
         return named or found
+
+
+def _ends(path: str) -> Iterator[str]:
+    """`path`, and what is left of it without its first folders."""
+    while path:
+        yield path
+        path = path.partition("/")[2]
 
 
 def _base(path: str) -> str:

@@ -78,7 +78,7 @@ def cut(grid: tuple[int, int], reach: int, device: torch.device) -> Iterator[Til
     reach, edge = reach or max(grid), GPU_TILE if device.type == "cuda" else TILE
 
     def along(length: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        place = torch.arange(length)
+        place = torch.arange(length, device=device)  # made there: a copy would wait for a GPU
         for start in range(0, length, edge):
             part = slice(start, start + edge)
             near = slice(max(0, start - reach), start + edge + reach)
@@ -87,7 +87,7 @@ def cut(grid: tuple[int, int], reach: int, device: torch.device) -> Iterator[Til
     for down, across in product(along(grid[0]), along(grid[1])):
         far = down[2][:, None, :, None] | across[2][None, :, None, :]  # (a, b, c, d)
         far = far.flatten(2).flatten(0, 1)[:, None]
-        yield Tile(down[0], across[0], down[1], across[1], far.to(device))
+        yield Tile(down[0], across[0], down[1], across[1], far)
 
 
 def attend(

@@ -156,7 +156,8 @@ def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> 
     if not cache.covers(inputs.encoder) or not all(p.cacheable for p in protocols):
         return None
     videos = all(p.needs == "videos" for p in protocols)
-    on = cache.key(inputs.size, inputs.without_images) if videos else inputs.key(labels)
+    how = inputs.request.precision, str(inputs.precision)  # "auto" is another one for videos
+    on = cache.key(inputs.size, inputs.without_images, how) if videos else inputs.key(labels)
     facts = [p.facts(inputs) for p in protocols]
     options = [value for p in protocols for value in vars(p).values()]
     paths = [value for value in options if isinstance(value, Path)]

@@ -1,6 +1,7 @@
 """The log of a run as curves over the steps, of b points each, and small figures of them."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -118,7 +119,7 @@ def norms(runs: Sequence[Run]) -> Figure:
             )
             style_plot(axes, label, "sigma, the variance of the noise")
             continue
-        for colour, run, c in zip(COLOURS, runs, found, strict=False):
+        for colour, run, c in zip(cycle(COLOURS), runs, found, strict=False):
             axes.plot(c.step, c.mean, color=colour, linewidth=1.6, label=run.path.resolve().name)
         style_plot(axes, label, "step")
         if key == "norm_A" and len(runs) > 1:

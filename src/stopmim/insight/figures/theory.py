@@ -12,6 +12,7 @@ convolution with a Gaussian, if all positions are equally likely.
 import functools
 import math
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def collapse(runs: Sequence[Run]) -> Figure:
     picture, (grid,) = panels(1, columns, (3.3 * columns, 2.5))
     for colour, name, tied in zip(SERIES, ("tied, A = B", "free A"), (True, False), strict=True):
         grid[0].plot(toy(tied=tied), color=colour, linewidth=1.8, label=name)
-    for colour, run in zip(BLOCKS, runs, strict=False):  # other colours than on the left
+    for colour, run in zip(cycle(BLOCKS), runs, strict=False):  # other colours than on the left
         c = curves.curve(run.metrics, "norm_A")
         positions = build_positions(resolve(run.config))
         name = f"{run.path.resolve().name}: A carries {_carried(positions)}\n{positions.describe()}"
