@@ -199,6 +199,23 @@ def test_checkpoints_on_another_disk_stay_on_it(whole: Run, copy: Run) -> None:
         assert weights(pretrain(NoiseImages(), copy.path, tiny())).keys() == weights(whole).keys()
 
 
+def test_the_checkpoints_of_another_run_behind_a_link_stay_where_they_are(
+    whole: Run, copy: Run, tmp_path: Path
+) -> None:
+    """Whoever packed the run may have known where those of whoever unpacks it lie."""
+    mine = shutil.copytree(whole.path, tmp_path / "mine")
+    (mine / "checkpoints" / ".tmp-00000011-abc").mkdir()  # it is saving
+    before = sorted(path.name for path in (mine / "checkpoints").iterdir())
+    shutil.rmtree(copy.path / "checkpoints")
+    (copy.path / "checkpoints").symlink_to(mine / "checkpoints")
+    for dry in (True, False):
+        with pytest.raises(CheckpointError, match=r"a link to another run's: run id .*remove the"):
+            repair(copy.path, dry_run=dry)
+    assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == before
+    (copy.path / "checkpoints").unlink()
+    assert repair(copy.path).resumes_at == 0
+
+
 def test_leftovers_that_are_nested_too_deep_are_moved(copy: Run) -> None:
     """As a received run directory may have; Python removes folders by recursion."""
     where = os.open(copy.path / "checkpoints", os.O_RDONLY)
