@@ -132,11 +132,15 @@ class Saver:
                 self.save(step, final=final)  # it was moved or removed at that moment
 
     def _elsewhere(self, place: Place) -> Path:
-        """The folder to save to: where the run was moved to, or a new one beside its old path."""
+        """The folder to save to: where the run was moved to, or a new one beside its old path.
+
+        If the folder that it was in is gone too, the next one up that is there.
+        """
         if place.path is not None:
             return place.path
+        near = next(filter(Path.is_dir, self.run.parents), self.run.parent)
         try:
-            made = tempfile.mkdtemp(prefix=f"{self.run.name}.rescued-", dir=self.run.parent)
+            made = tempfile.mkdtemp(prefix=f"{self.run.name}.rescued-", dir=near)
             write_whole(Path(made, "run.json"), json.dumps(self.about, indent=1))
         except (OSError, StorageError) as error:
             what = f"{place.problem}, and nothing could be saved beside it: {error}"
