@@ -161,7 +161,11 @@ class Repair:
         if _is_odd(file):
             self.aside(file, "is no regular file")
             return
-        lines = parse_jsonl(file)
+        try:
+            lines = parse_jsonl(file)
+        except StorageError as error:  # too large to be read
+            self.aside(file, str(error))
+            lines = []
         if not self.dry_run and any(line.tree is None for line in lines):
             lines = self.without_damage(file)
         bad = [line for line in lines if line.tree is None]
