@@ -163,7 +163,7 @@ def test_what_would_round_otherwise_is_sealed_too(tmp_path: Path, key: str, valu
         pretrain(NoiseImages(), run.path)
     if key == "accumulate":  # on the command line it may change
         repair(run.path)
-        assert pretrain(NoiseImages(), run.path, **{"runtime.accumulate": 2}).metrics
+        assert pretrain(NoiseImages(), run.path, runtime={"accumulate": 2}).metrics
 
 
 def test_an_older_seal_holds(whole: Run, tmp_path: Path) -> None:
