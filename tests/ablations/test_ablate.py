@@ -814,6 +814,17 @@ def test_a_failed_row_is_in_the_table_and_does_not_stop_the_others(tmp_path: Pat
     assert study.outcomes[2] == again
 
 
+def test_a_run_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    """Nobody named it: it came with the folder of an ablation."""
+    trial = quick(plan("positions", tmp_path / "out")).trials[1]
+    (victim := tmp_path / "victim").mkdir()
+    trial.path.parent.mkdir(parents=True)
+    trial.path.symlink_to(victim)
+    with pytest.raises(StorageError, match="is a link, so nothing is written there"):
+        perform(trial)
+    assert not list(victim.iterdir())
+
+
 def test_a_table_that_is_cut_short_has_what_is_done_and_says_what_is_not(tmp_path: Path) -> None:
     planned = quick(plan("positions", tmp_path))
     perform(planned.trials[1])

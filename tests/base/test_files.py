@@ -74,6 +74,14 @@ def test_lines_that_were_cut_out_are_counted(log: Path) -> None:
     assert count_lines(parse_jsonl(log)).missing == 3
 
 
+def test_other_ends_of_lines_are_no_damage(log: Path) -> None:
+    text = log.read_bytes()
+    log.write_bytes(text.replace(b"\n", b"\r\n"))
+    append_jsonl(log, {"more": 1})
+    assert list(read_jsonl(log)) == [*TREES, {"more": 1}]
+    assert count_lines(parse_jsonl(log)) == (0, 0, len(TREES) + 1, 0)
+
+
 def test_lines_of_old_versions_count_as_intact_and_new_ones_follow(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 1}\n{"step": 2}\n{"st')

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import GOLDEN, golden, golden_about, seeded
-from stopmim.base.errors import DataError, NonFiniteError, UserError
+from stopmim.base.errors import DataError, NonFiniteError, StorageError, UserError
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
 from stopmim.evals import propagation
@@ -589,3 +589,13 @@ def test_a_sheet_shows_frames_with_the_objects_in_their_colours(tmp_path: Path) 
     assert (green > 60).sum() > 2000
     assert not first[:15].any()  # background stays as it was
     assert sheet(moving(2, 5), moving(2, 5).masks).size == (4 * 240, 2 * 160)
+
+
+@pytest.mark.parametrize("name", ["sheets", "painted"])
+def test_a_folder_of_masks_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    (victim := tmp_path / "victim").mkdir()
+    (out := tmp_path / "out").mkdir()
+    (out / name).symlink_to(victim)
+    with pytest.raises(StorageError, match="is a link"):
+        track(Planted(4), [moving(3, 3)], Tracking(size=64), out=out)
+    assert not list(victim.iterdir())

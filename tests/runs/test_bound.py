@@ -13,7 +13,9 @@ from PIL import Image
 from stopmim import Run, load_encoder, pretrain
 from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
 from stopmim.cli import main
+from stopmim.runs import identity
 from stopmim.runs.identity import read_about, sealed
+from stopmim.runs.repair import repair
 from tiny import NoiseImages, assert_same_run, tiny, write_folder
 
 
@@ -147,6 +149,30 @@ def test_an_edited_run_json_is_refused_and_the_way_out_is_named(tmp_path: Path, 
         pretrain(NoiseImages(), run.path, threads_by_itself)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("threads", 2), ("precision", "bf16"), ("accumulate", 2), ("residual", "half")],
+)
+def test_what_would_round_otherwise_is_sealed_too(tmp_path: Path, key: str, value: Any) -> None:
+    """A run that is resumed without a preset takes its config from run.json."""
+    run = begun(tmp_path)
+    about = run.about
+    about["config"]["runtime"][key] = value
+    (run.path / "run.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match="changed since it was written"):
+        pretrain(NoiseImages(), run.path)
+    if key == "accumulate":  # on the command line it may change
+        repair(run.path)
+        assert pretrain(NoiseImages(), run.path, runtime={"accumulate": 2}).metrics
+
+
+def test_an_older_seal_holds(whole: Run, tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    about = run.about | {"check": identity._seal(run.about, frozenset())}
+    (run.path / "run.json").write_text(json.dumps(about))
+    assert_same_run(pretrain(NoiseImages(), run.path), whole)
+
+
 @pytest.mark.parametrize("threads", [0, -1, True, 100_000, 10**30])
 def test_threads_that_torch_cannot_have_are_refused_though_the_seal_is_right(
     tmp_path: Path, threads: int
@@ -199,6 +225,20 @@ def test_a_picture_of_the_same_size_but_another_content_is_noticed(tmp_path: Pat
     said = r"1 of 40 images that were looked at .* such as part1/013\.png; .*check DATA --against"
     with pytest.raises(DataError, match=said):
         pretrain(folder, tmp_path / "run", tiny())
+
+
+def test_a_picture_that_cannot_be_read_any_more_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a crash of the machine: the size is right, the content zeros."""
+    folder = write_folder(tmp_path / "images")
+    config = tiny(**{"data.max_bad": 0.5})
+    pretrain(folder, tmp_path / "run", config, stop_at=3)
+    file = folder / "part1" / "013.png"
+    file.write_bytes(bytes(file.stat().st_size))
+    pretrain(folder, tmp_path / "run", config, stop_at=4)
+    said = "1 of 40 images that were looked at could be read at the first start and cannot any more"
+    assert f"{said}, such as part1/013.png; training replaces them" in capsys.readouterr().err
 
 
 def test_of_many_pictures_a_sample_is_kept(tmp_path: Path) -> None:

@@ -92,6 +92,18 @@ def test_a_directory_that_is_removed_is_not_made_again_and_the_run_is_rescued(
     assert run.lost_lines == ["metrics.jsonl: 3 missing of 10 lines"]
 
 
+def test_a_run_is_rescued_though_the_folder_of_all_runs_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "runs" / "tiny" / "run"
+    at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "runs"))
+    said = ended(out)
+    (rescued,) = tmp_path.iterdir()
+    assert rescued.name.startswith("run.rescued-")
+    assert f"was removed while it ran; saved step 3 in {rescued}" in said
+    assert pretrain(NoiseImages(), rescued, tiny()).checkpoint.name == "step-00000010"
+
+
 def test_a_second_run_in_the_place_of_the_first_is_not_touched(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,19 @@ def test_missing_lines_are_noticed_wherever_they_were(whole: Run, copy: Run, gon
     assert_same_weights(run, whole)
 
 
+@pytest.mark.parametrize("first", [0, 4])
+def test_damaged_lines_at_the_end_stay_as_well(whole: Run, copy: Run, first: int) -> None:
+    """They were there when the checkpoint was saved, so none of them is torn by a kill."""
+    file = copy.path / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    damaged = [line[:20] for line in lines[first:]]
+    file.write_text("\n".join([*lines[:first], *damaged, '{"step": 7, "lo']))
+    run = resume(copy)
+    assert file.read_text().splitlines()[first:6] == damaged
+    assert run.lost_lines == [f"metrics.jsonl: {6 - first} damaged of 10 lines"]
+    assert curve(run) == [line for line in curve(whole) if not first < line["step"] <= 6]
+
+
 def test_a_log_without_damage_says_nothing_and_an_interruption_is_none(
     whole: Run, copy: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stopmim import Run, pretrain
-from stopmim.base.errors import CheckpointError, RunInUseError, UserError
+from stopmim.base.errors import CheckpointError, RunInUseError, StorageError, UserError
 from stopmim.base.files import write_whole
 from stopmim.cli import main
 from stopmim.runs.lock import claimed
@@ -197,6 +197,33 @@ def test_checkpoints_on_another_disk_stay_on_it(whole: Run, copy: Run) -> None:
         assert Path(disk, "checkpoints", "damaged", "step-00000006", "state.json").exists()
         assert found.resumes_at == 3
         assert weights(pretrain(NoiseImages(), copy.path, tiny())).keys() == weights(whole).keys()
+
+
+def test_a_log_that_is_too_large_to_be_read_is_moved(copy: Run) -> None:
+    os.truncate(copy.path / "metrics.jsonl", 2**28 + 1)  # zeros at its end that take no room
+    with pytest.raises(StorageError, match="more than"):
+        pretrain(NoiseImages(), copy.path, tiny())
+    said = "moved     metrics.jsonl to damaged/metrics.jsonl: cannot read: more than"
+    assert said in str(repair(copy.path, dry_run=True))
+    assert said in str(repair(copy.path))
+    assert pretrain(NoiseImages(), copy.path, tiny()).checkpoint.name == "step-00000010"
+
+
+def test_the_checkpoints_of_another_run_behind_a_link_stay_where_they_are(
+    whole: Run, copy: Run, tmp_path: Path
+) -> None:
+    """Whoever packed the run may have known where those of whoever unpacks it lie."""
+    mine = shutil.copytree(whole.path, tmp_path / "mine")
+    (mine / "checkpoints" / ".tmp-00000011-abc").mkdir()  # it is saving
+    before = sorted(path.name for path in (mine / "checkpoints").iterdir())
+    shutil.rmtree(copy.path / "checkpoints")
+    (copy.path / "checkpoints").symlink_to(mine / "checkpoints")
+    for dry in (True, False):
+        with pytest.raises(CheckpointError, match=r"a link to another run's: run id .*remove the"):
+            repair(copy.path, dry_run=dry)
+    assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == before
+    (copy.path / "checkpoints").unlink()
+    assert repair(copy.path).resumes_at == 0
 
 
 def test_leftovers_that_are_nested_too_deep_are_moved(copy: Run) -> None:

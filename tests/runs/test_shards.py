@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from stopmim.base.errors import CheckpointError
 from stopmim.cli import main
 from stopmim.config.schema import Config
 from stopmim.runs import checkpoint, shards
+from stopmim.train import loop
 from tiny import NoiseImages, assert_same_run, tiny
 
 PARTS = {"parallel": "fsdp", "checkpoints": "sharded"}
@@ -194,3 +196,30 @@ def test_a_kill_between_pieces_loses_nothing(
         "step-00000004",
     ]
     assert_same_run(run, runs[1])
+
+
+@pytest.mark.parametrize("how", [pytest.param("moved", marks=pytest.mark.slow), "removed"])
+def test_pieces_follow_a_run_that_is_moved_or_removed(
+    tmp_path: Path, how: str, runs: tuple[Run, Run]
+) -> None:
+    """Only rank 0 knows; what the other one wrote was lost with the old path."""
+    out, config, made = tmp_path / "run", tiny(runtime={**PARTS, "save_every": 4}), Counter[str]()
+
+    def gone(name: str) -> None:
+        made[name] += 1
+        if made["step.end"] == 2 and name == "step.end":
+            shutil.rmtree(out) if how == "removed" else out.rename(tmp_path / "run.moved")
+
+    def fatal(here: int) -> None:
+        if here == 0:
+            loop.__dict__["faultpoint"] = gone
+        pretrain(NoiseImages(), out, config, stop_at=4)
+
+    assert together(2, tmp_path / "logs", fatal)[0].code == 5
+    assert not out.exists()
+    (place,) = tmp_path.glob("run.*")
+    assert [path.name for path in (place / "checkpoints").iterdir()] == ["step-00000004"]
+    for name in shards.NAMES:
+        found, want = (dict(shards.read(run.checkpoint, name)) for run in (Run(place), runs[1]))
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[key], want[key]) for key in want)

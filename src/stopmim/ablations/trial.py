@@ -29,6 +29,7 @@ from stopmim.base.faults import faultpoint
 from stopmim.base.files import (
     append_jsonl,
     number,
+    own_folder,
     read_jsonl,
     read_regular,
     write_whole,
@@ -183,10 +184,10 @@ def perform(trial: Trial) -> list[Answer]:
     """Trains and evaluates, unless that is done already."""
     if (known := trial.answers()) is not None:
         return known
+    own_folder(trial.path)
     name, device = trial.encoder, "auto"
     if trial.config is not None:
         name, device = str(_train(trial, trial.config).checkpoint), trial.config.runtime.device
-    trial.path.mkdir(parents=True, exist_ok=True)
     found = [answer for q in trial.questions for answer in ask(name, q, device)]
     for answer in found:
         append_jsonl(trial.path / "results.jsonl", answer)

@@ -53,7 +53,9 @@ def parse_jsonl(path: Path) -> list[Line]:
         return []
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error.strerror}") from None
-    lines = [_parse(text) for text in data.split(b"\n") if text.strip()]
+    # Programs that convert the ends of lines damage none.
+    found = (text.removesuffix(b"\r") for text in data.split(b"\n"))
+    lines = [_parse(text) for text in found if text.strip()]
     checks = [line.old for line in lines if line.number is not None]
     left = max(checks) if checks else len(lines)
     for i, line in enumerate(lines):

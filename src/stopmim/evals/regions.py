@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from torch import Tensor
 
-from stopmim.base.files import replaced
+from stopmim.base.files import own_folder, replaced
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
 BOUNDARY = 0.008  # of the diagonal: distance within which two boundaries match
@@ -102,11 +102,10 @@ def summary(values: NDArray[np.float64]) -> tuple[float, float, float]:
 
 def write_masks(folder: Path, video: Video, found: Sequence[Bytes]) -> None:
     """Writes the objects `found` in each frame as indexed PNGs, and a sheet of pictures."""
-    (folder / video.name).mkdir(parents=True, exist_ok=True)
+    own_folder(folder / video.name)
     for i, ids in enumerate(found):
         write_mask(ids, folder / video.name / f"{video.stem(i)}.png")
-    (folder / "sheets").mkdir(exist_ok=True)
-    with replaced(folder / "sheets" / f"{video.name}.png") as temporary:
+    with replaced(own_folder(folder / "sheets") / f"{video.name}.png") as temporary:
         sheet(video, found).save(temporary, "PNG")
 
 

@@ -8,7 +8,7 @@ id nor seal; for these only the config is compared.
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ from stopmim.base.files import read_regular
 from stopmim.config.schema import MOST_THREADS, Config, flatten
 
 About = dict[str, Any]  # run.json
+
+# Keys that a command may change on resume, at the cost of rounding, but nobody in run.json.
+ROUNDING = frozenset(
+    f"runtime.{name}"
+    for name in (
+        *("accumulate", "compile", "device", "kernels", "parallel"),
+        *("precision", "recompute", "residual", "threads"),
+    )
+)
 
 
 def new_id() -> str:
@@ -70,13 +79,14 @@ def broken_seal(about: About) -> str:
     if "id" not in about and "check" not in about:  # of an old version
         return ""
     found, wanted = about.get("check"), _seal(about)
-    if found == wanted:
+    if found in (wanted, _seal(about, frozenset())):  # older ones sealed nothing of runtime.*
         return ""
     return f"changed since it was written (check {found!r}, of its content {wanted!r})"
 
 
-def _seal(about: About) -> str:
-    config = {key: value for key, value in flatten(about["config"]) if not is_free(key)}
+def _seal(about: About, rounding: Container[str] = ROUNDING) -> str:
+    pairs = flatten(about["config"])
+    config = {key: value for key, value in pairs if not is_free(key) or key in rounding}
     threads = about["starts"][0]["threads"]
     what = [about.get("id"), config, about["data"], threads]
     text = json.dumps(what, sort_keys=True)

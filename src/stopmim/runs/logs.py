@@ -62,7 +62,7 @@ class Metrics(Log):
         file = path / "metrics.jsonl"
         lines = parse_jsonl(file)
         own = [i for i, line in enumerate(lines) if _step(line) <= step]
-        upto = lines[: own[-1] + 1] if own else []
+        upto = lines[: max(own[-1] + 1 if own else 0, logged)]
         kept = [line for line in upto if not step < _step(line) < math.inf]
         text = b"".join(line.text + b"\n" for line in kept)
         if file.is_symlink() or not file.exists() or read_regular(file) != text:

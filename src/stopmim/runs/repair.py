@@ -68,6 +68,19 @@ class Repair:
 
     # -------------------------------------------------------------------------- the parts
 
+    def link(self) -> None:
+        """Refuses a link of checkpoints/ to those of another run: a repair would move them."""
+        folder, ids = self.path / "checkpoints", list[object]()
+        if not folder.is_symlink() or not (own := _id(self.path)):
+            return
+        for path in checkpoint.steps(self.path):
+            with contextlib.suppress(CheckpointError, OSError):
+                run = checkpoint.state(path).get("run")
+                ids.append(run.get("id") if isinstance(run, dict) else None)
+        if ids and own not in ids:
+            what = f"run id {str(ids[0])[:80]!r}, that of run.json is {own[:80]!r}"
+            raise CheckpointError(f"{folder}: a link to another run's: {what}; remove the link")
+
     def lock(self) -> None:
         """Moves a run.lock that is no regular file; `claimed` then deals with its owner."""
         file = self.path / "run.lock"
@@ -148,7 +161,11 @@ class Repair:
         if _is_odd(file):
             self.aside(file, "is no regular file")
             return
-        lines = parse_jsonl(file)
+        try:
+            lines = parse_jsonl(file)
+        except StorageError as error:  # too large to be read
+            self.aside(file, str(error))
+            lines = []
         if not self.dry_run and any(line.tree is None for line in lines):
             lines = self.without_damage(file)
         bad = [line for line in lines if line.tree is None]
@@ -200,6 +217,7 @@ def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
     Raises:
         RunInUseError: a process is training there.
         StorageError: it cannot be written to.
+        CheckpointError: it is no run, or its checkpoints/ leads to those of another.
     """
     found = Repair(Path(path), dry_run)
     if not found.path.is_dir():
@@ -208,6 +226,7 @@ def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
         raise CheckpointError(f"{path}: not a run directory: there is nothing of a run in it")
     try:
         refuse_if_used(found.path)
+        found.link()
         found.lock()
         with contextlib.nullcontext() if dry_run else claimed(found.path):
             found.temporaries()
@@ -220,6 +239,15 @@ def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
     except OSError as error:
         raise StorageError(f"{path}: cannot repair: {error}") from None
     return found
+
+
+def _id(run: Path) -> str:
+    """The id in run.json; "" if there is none."""
+    try:
+        found = read_about(run).get("id")
+    except CheckpointError:
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _is_odd(path: Path) -> bool:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from stopmim._version import __version__
-from stopmim.base.console import say
+from stopmim.base.console import say, warn
 from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
 from stopmim.base.files import append_jsonl, read_jsonl, sweep, write_whole
 from stopmim.base.secrets import hide
@@ -184,6 +184,12 @@ def _same_content(path: Path, sample: object, reader: Reader) -> None:
     digits = {i: x for i, x in sample.items() if re.fullmatch("[0-9]{1,15}", i)}
     known = {int(i): x for i, x in digits.items() if int(i) < len(reader.images)}
     found = digests(reader, list(known))
+    if found and (gone := sorted(known.keys() - found.keys())):
+        name = reader.images.name(gone[0])
+        warn(
+            f"{path}: {len(gone)} of {len(known)} images that were looked at could be read at the "
+            f"first start and cannot any more, such as {name}; training replaces them"
+        )
     changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
         raise DataError(

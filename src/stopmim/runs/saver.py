@@ -97,17 +97,18 @@ class Saver:
         """
         self.finish()
         self.step, self.began = step, time.monotonic()
+        # Before ranks write their pieces: nothing may be written to where the run is no more.
+        place = place_of(self.run)
+        where = self.run if place.path == self.run else self._elsewhere(place)
         states = live(self.model, self.optimizer)
         if sharded := any(map(is_sharded, states[0].values())):
             if self.config.runtime.checkpoints == "sharded":
                 states = shards.local(states)
-                self.staged = shards.stage(self.run, states, not_finite(states[0]))
+                self.staged = shards.stage(where, states, not_finite(states[0]))
             else:
                 states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
             return
-        place = place_of(self.run)
-        where = self.run if place.path == self.run else self._elsewhere(place)
         copy = None if final or sharded or place.problem else self._copy(states)
         faultpoint("save.copied")
         scaler = self.scaler.state_dict() if self.scaler else None
@@ -127,16 +128,20 @@ class Saver:
             try:
                 self.finish(final=final)
             except StorageError:
-                if not place_of(self.run).problem:
+                if sharded or not place_of(self.run).problem:  # the other ranks have gone on
                     raise
                 self.save(step, final=final)  # it was moved or removed at that moment
 
     def _elsewhere(self, place: Place) -> Path:
-        """The folder to save to: where the run was moved to, or a new one beside its old path."""
+        """The folder to save to: where the run was moved to, or a new one beside its old path.
+
+        If the folder that it was in is gone too, the next one up that is there.
+        """
         if place.path is not None:
             return place.path
+        near = next(filter(Path.is_dir, self.run.parents), self.run.parent)
         try:
-            made = tempfile.mkdtemp(prefix=f"{self.run.name}.rescued-", dir=self.run.parent)
+            made = tempfile.mkdtemp(prefix=f"{self.run.name}.rescued-", dir=near)
             write_whole(Path(made, "run.json"), json.dumps(self.about, indent=1))
         except (OSError, StorageError) as error:
             what = f"{place.problem}, and nothing could be saved beside it: {error}"

@@ -66,9 +66,10 @@ def local(states: tuple[State, State]) -> tuple[State, State]:
 
 
 def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
-    """Writes the pieces of all ranks but the first; every rank must call it.
+    """Writes the pieces of all ranks but the first into the `run` that rank 0 names.
 
-    `bad` names a tensor of this rank that is not finite; all ranks learn of it.
+    Every rank must call it. `bad` names a tensor of this rank that is not finite; all ranks learn
+    of it.
     """
     folder, rank = run / "checkpoints" / STAGING, dist.get_rank()
     if rank == 0:
@@ -76,7 +77,9 @@ def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
         with contextlib.suppress(OSError):  # the run itself is gone: rank 0 notices when it saves
             folder.parent.mkdir(exist_ok=True)
             folder.mkdir(exist_ok=True)
-    dist.barrier()
+    named = [folder]
+    dist.broadcast_object_list(named)  # the run may have been moved, which only rank 0 knows
+    folder = named[0]
     problem = None
     if rank:
         try:
