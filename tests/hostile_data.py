@@ -298,6 +298,12 @@ def _nested(depth: int) -> Callable[[Any], Any]:
     return make
 
 
+def _repeated(arrow: Any) -> Any:
+    """A megabyte in a dictionary, as the image of 20,000 rows."""
+    rows = arrow.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), [bytes(10**6)])
+    return arrow.table({"image": arrow.StructArray.from_arrays([rows], ["bytes"])})
+
+
 def _described(text: bytes) -> Callable[[Any], Any]:
     return lambda arrow: _rows(arrow).replace_schema_metadata({b"huggingface": text})
 
@@ -325,6 +331,9 @@ def _tables() -> dict[str, Write]:
         "of repeated bytes": parquet(
             lambda arrow: arrow.table({"image": [{"bytes": bytes(10**6), "path": ""}] * 700}),
             compression="snappy", use_dictionary=False, row_group_size=700,
+        ),
+        "of one image for all rows": parquet(
+            _repeated, use_dictionary=True, dictionary_pagesize_limit=2**30, store_schema=False
         ),
         "cut": lambda: good()[: len(good()) // 2],
         "of a broken footer": lambda: good()[:-30] + bytes(22) + good()[-8:],
