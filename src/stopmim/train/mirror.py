@@ -65,7 +65,7 @@ class _Copy:
         self.kind = kind
         self.lines: queue.Queue[Line | None] = queue.Queue(MOST_LINES)  # None: the end
         self.ready = threading.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.failed = self.dropped = False
 
     def open(self, opened: Opened) -> None:
@@ -89,7 +89,7 @@ class _Copy:
                     write(line)
                 if self.failed:
                     raise _RunFailedError
-        except Exception as error:
+        except BaseException as error:  # a library that exits ends this thread without a word
             self.error = error
         finally:
             self.ready.set()
