@@ -184,6 +184,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     settings = wandb.Settings(
         mode="offline",
         silent=True,
+        show_errors=False,
         console="off",
         disable_git=True,
         disable_code=True,
@@ -194,6 +195,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     )
     about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
     shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
+    wandb.termsetup(settings, None)  # `init` keeps those of the environment; what fails is raised
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):
