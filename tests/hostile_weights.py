@@ -258,6 +258,9 @@ def _unfit() -> Contents:
         "too many patches.pth": lambda: torch_bytes(
             state | {"pos_embed": torch.zeros(1, 257**2, 96)}
         ),
+        "too many distances.pth": lambda: torch_bytes(
+            state | {"rel_pos_bias.relative_position_bias_table": torch.zeros(399**2 + 3, 1)}
+        ),
         "no square.pth": torch_bytes(state | {"pos_embed": torch.zeros(1, 5, 96)}),
         "positions of one axis.pth": torch_bytes(state | {"pos_embed": torch.zeros(4)}),
         "a number for a tensor.pth": torch_bytes(state | {"blocks.0.mlp.fc1.weight": 3}),

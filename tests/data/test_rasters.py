@@ -296,8 +296,8 @@ def test_an_image_that_is_one_tile_is_decoded_once_for_its_sample(
     pixels = np.random.default_rng(0).integers(0, 9, (600, 700, 1), np.uint8)
     one_tile, tiles = Decoded(pixels), Decoded(pixels)
     one_tile.tile = pixels.nbytes
-    samples = [read_sample(x, np.random.default_rng(1)) for x in (one_tile, tiles)]
-    np.testing.assert_array_equal(*samples)
+    whole, parts = (read_sample(x, np.random.default_rng(1)) for x in (one_tile, tiles))
+    np.testing.assert_array_equal(whole, parts)
     assert one_tile.read_whole == 1
 
 
