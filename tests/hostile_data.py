@@ -64,6 +64,12 @@ def huge(kind: str, mode: str = "RGB", **options: Any) -> Callable[[], bytes]:
     return make
 
 
+def _black(side: int, mode: str = "RGB", value: int = 0) -> Callable[[], bytes]:
+    """A square picture of one colour."""
+    kind = "JPEG" if mode == "RGB" else "PNG"
+    return lambda: encoded(np.array(Image.new(mode, (side, side), value)), kind)
+
+
 def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
     """A PNG that claims this size, with other chunks before an end without pixels."""
     about = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
@@ -298,6 +304,12 @@ def _nested(depth: int) -> Callable[[Any], Any]:
     return make
 
 
+def _repeated(arrow: Any) -> Any:
+    """A megabyte in a dictionary, as the image of 20,000 rows."""
+    rows = arrow.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), [bytes(10**6)])
+    return arrow.table({"image": arrow.StructArray.from_arrays([rows], ["bytes"])})
+
+
 def _described(text: bytes) -> Callable[[Any], Any]:
     return lambda arrow: _rows(arrow).replace_schema_metadata({b"huggingface": text})
 
@@ -325,6 +337,9 @@ def _tables() -> dict[str, Write]:
         "of repeated bytes": parquet(
             lambda arrow: arrow.table({"image": [{"bytes": bytes(10**6), "path": ""}] * 700}),
             compression="snappy", use_dictionary=False, row_group_size=700,
+        ),
+        "of one image for all rows": parquet(
+            _repeated, use_dictionary=True, dictionary_pagesize_limit=2**30, store_schema=False
         ),
         "cut": lambda: good()[: len(good()) // 2],
         "of a broken footer": lambda: good()[:-30] + bytes(22) + good()[-8:],
@@ -549,12 +564,14 @@ def _videos() -> dict[str, Write]:
     )
     names = ("ImageSets/2017/val.txt", "JPEGImages/480p/a/{}.jpg", "Annotations/480p/a/{}.png")
 
-    def davis(**changes: bytes | Write) -> Write:
+    def davis(**changes: Any) -> Write:
+        """The frame and mask are those of the second frame only, or of all."""
+        everywhere = changes.pop("first", False)
         files: dict[str, bytes | Write] = {names[0]: changes.pop("list", b"a\n")}
         for i in range(3):
             given = changes.get("frame", frame), changes.get("mask", mask)
             for name, content, usual in zip(names[1:], given, (frame, mask), strict=True):
-                files[name.format(f"{i:05}")] = content if i == 1 else usual
+                files[name.format(f"{i:05}")] = content if everywhere or i == 1 else usual
         return _tree(files)
 
     def pixels(content: Callable[[], bytes]) -> Write:
@@ -586,6 +603,14 @@ def _videos() -> dict[str, Write]:
         "videos with an endless mask": davis(mask=link("/dev/zero")),
         "videos with a mask in a pipe": davis(mask=os.mkfifo),
         "videos with a huge mask": davis(mask=pixels(huge("PNG", "L"))),
+        "videos with as many objects as pixels": davis(
+            list=b"a\n", frame=pixels(_black(2048)), mask=pixels(_black(2048, "L", 254)), first=True
+        ),
+        "videos of long frames": davis(
+            frame=encoded(np.zeros((1, 60_000, 3), np.uint8), "JPEG"),
+            mask=encoded(np.ones((1, 60_000), np.uint8), "PNG"),
+            first=True,
+        ),
         "videos with a mask over the limit": davis(mask=png_of(100_000, 100_000)),
         "videos with a mask in colour": davis(mask=encoded(NoiseImages(1).images[0], "PNG")),
         "videos with a mask of another size": davis(

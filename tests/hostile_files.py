@@ -307,8 +307,11 @@ def serve(seconds: float, memory: int) -> None:
 
 
 def _left(group: int) -> bool:
-    """Whether a process of `group` goes on; it is ended. One that is just ending gets a moment."""
-    for _ in range(50):
+    """Whether a process of `group` goes on; it is ended. One that is just ending gets a moment.
+
+    On a busy machine, to give back gigabytes takes seconds.
+    """
+    for _ in range(250):
         try:
             if not os.waitpid(-group, os.WNOHANG)[0]:
                 time.sleep(0.02)

@@ -255,6 +255,12 @@ def _unfit() -> Contents:
         "other patch.pth": torch_bytes(
             state | {"patch_embed.proj.weight": torch.zeros(96, 3, 8, 7)}
         ),
+        "too many patches.pth": lambda: torch_bytes(
+            state | {"pos_embed": torch.zeros(1, 257**2, 96)}
+        ),
+        "too many distances.pth": lambda: torch_bytes(
+            state | {"rel_pos_bias.relative_position_bias_table": torch.zeros(399**2 + 3, 1)}
+        ),
         "no square.pth": torch_bytes(state | {"pos_embed": torch.zeros(1, 5, 96)}),
         "positions of one axis.pth": torch_bytes(state | {"pos_embed": torch.zeros(4)}),
         "a number for a tensor.pth": torch_bytes(state | {"blocks.0.mlp.fc1.weight": 3}),

@@ -1,8 +1,12 @@
 """Data sets of the `datasets` library, in folders that it wrote."""
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_tar import png, values
 
@@ -71,7 +75,7 @@ def test_what_is_no_data_set_of_images_is_one_line(library: Any, tmp_path: Path)
         open_images(tmp_path / "text")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "dataset_dict.json").write_text("{")
-    with pytest.raises(DataError, match="bad: ") as met:
+    with pytest.raises(DataError, match="bad") as met:
         open_images(tmp_path / "bad")
     assert "\n" not in str(met.value)
     data = next((tmp_path / "text").glob("*.arrow"))
@@ -79,3 +83,53 @@ def test_what_is_no_data_set_of_images_is_one_line(library: Any, tmp_path: Path)
     with pytest.raises(DataError, match="text: ") as met:
         open_images(tmp_path / "text")
     assert "\n" not in str(met.value)
+
+
+def forged(name: str, **changes: Any) -> Callable[[Path], object]:
+    """Changes the entries of the only data file in state.json."""
+
+    def change(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_bytes())
+        state["_data_files"][0] |= changes
+        (folder / name).write_text(json.dumps(state))
+
+    return change
+
+
+def wild_offset(folder: Path) -> None:
+    """The table says that the first image ends two gigabytes further on."""
+    [file] = folder.glob("*.arrow")
+    offsets = np.cumsum([0] + [len(png(i)) for i in range(10)], dtype="<i4").tobytes()
+    wild = offsets[:4] + np.array([2**31 - 1, -5], "<i4").tobytes() + offsets[12:]
+    data = file.read_bytes()
+    assert offsets in data
+    file.write_bytes(data.replace(offsets, wild))
+
+
+def piped(name: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "an offset beyond the file": wild_offset,
+    "a pipe as description": piped("dataset_info.json"),
+    "a pipe as state": piped("state.json"),
+    "an endless file": forged("state.json", filename="/dev/zero"),
+    "a number as file": forged("state.json", filename=3),
+    "no files": lambda folder: (folder / "state.json").write_text('{"_data_files": []}'),
+    "nested state": lambda folder: (folder / "state.json").write_text("[" * 100_000),
+    "a list as state": lambda folder: (folder / "state.json").write_text("[]"),
+    "a list as description": lambda folder: (folder / "dataset_info.json").write_text("[1]"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_refused(name: str, library: Any, tmp_path: Path) -> None:
+    table(library, 0, 10).save_to_disk(tmp_path / "one")
+    HOSTILE[name](tmp_path / "one")
+    with pytest.raises(DataError):
+        open_images(tmp_path / "one")

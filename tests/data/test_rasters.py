@@ -16,7 +16,7 @@ from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.open import open_raster
 from stopmim.data.rasters.raster import MOST, Plain, Raster, form_of
-from stopmim.data.rasters.windows import read_view, read_whole
+from stopmim.data.rasters.windows import read_sample, read_view, read_whole
 
 HEIGHT, WIDTH, BANDS = 100, 130, 12
 BOX = Box(33, 5, 50, 90)
@@ -279,6 +279,26 @@ def test_an_image_beyond_memory_is_shrunk_while_it_is_read(
     assert whole.shape == (100, 60, 1)
     means = (rows + 3 * columns).reshape(100, by, 60, by).mean((1, 3))
     np.testing.assert_allclose(whole[:, :, 0], means, atol=0.5)
+
+
+def test_an_image_that_is_one_tile_is_decoded_once_for_its_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stopmim.data.rasters.windows.LARGE", 2**16)
+
+    class Decoded(Plain):
+        read_whole = 0
+
+        def read(self, box: Box | None = None) -> np.ndarray:
+            self.read_whole += self.tile > 0
+            return super().read(box)
+
+    pixels = np.random.default_rng(0).integers(0, 9, (600, 700, 1), np.uint8)
+    one_tile, tiles = Decoded(pixels), Decoded(pixels)
+    one_tile.tile = pixels.nbytes
+    whole, parts = (read_sample(x, np.random.default_rng(1)) for x in (one_tile, tiles))
+    np.testing.assert_array_equal(whole, parts)
+    assert one_tile.read_whole == 1
 
 
 def test_more_than_fits_into_memory_is_not_read_at_once() -> None:

@@ -184,6 +184,28 @@ def test_a_library_that_fails_costs_the_mirror_and_not_the_run(
     assert f"tensorboard: OSError: no luck while {where}" in warned(capsys)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("x\n" * 9000)])
+def test_a_library_that_exits_or_says_too_much_is_one_line(
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @contextlib.contextmanager
+    def exiting(path: Path, step: int) -> Iterator[Callable[[Any], None]]:
+        def write(line: Any) -> None:
+            raise error
+
+        yield write
+
+    monkeypatch.setattr(module, "_tensorboard", exiting)
+    with mirror("tensorboard", tmp_path, 0) as show:
+        show({"step": 1})
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"tensorboard: {type(error).__name__}" in said
+    assert len(said) < 700
+
+
 def test_a_library_that_hangs_holds_up_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

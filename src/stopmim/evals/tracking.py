@@ -54,6 +54,9 @@ __all__ = ["Scores", "Tracking", "boundary_f", "follow", "jaccard", "propagate",
 UNIT = 64  # pixels; the longer side of a frame is a multiple of this (dino, read_frame)
 RED = 0.228  # deviation of red in the released code; training divides by 0.229
 SCORED = 8  # frames scored at a time: more do not fit the cache of a CPU
+LONGEST = 16  # most times that a frame is as long as it is short
+MOST_MASKS = 2**27  # most pixels of the masks of all objects of a frame, 64 in 1080p
+CHANNELS = 64  # of all frames whose objects are told apart at a time on a CPU
 RESAMPLES = 10_000  # of the bootstrap
 HEADINGS = ("video", "object", "J", "J recall", "J decay", "F", "F recall", "F decay")
 
@@ -223,6 +226,13 @@ def check(video: Video, scored: bool) -> None:
         raise DataError(f"{video.name}: {len(video)} frames; first and last are not scored")
     if not video.mask(0).any():
         raise DataError(f"{video.name}: no object to track in the first frame")
+    height, width = video.frame(0).shape[:2]
+    if max(height, width) > LONGEST * min(height, width):  # shown at so many times `size` squared
+        raise DataError(f"{video.name}: frames of {width}x{height} are too long to be shown")
+    objects = int(video.mask(0).max())
+    if objects * max(height * width, video.mask(0).size) > MOST_MASKS:
+        what = f"masks of {objects} objects in {width}x{height} pixels"
+        raise DataError(f"{video.name}: {what} take too long to be compared; use smaller frames")
     if scored and not video.annotated:
         raise DataError(
             f"{video.name}: only its first frame is annotated, so there is nothing to "
@@ -286,7 +296,9 @@ def follow(
 
     yield mask[None]
     labels = propagate_each(features(), first, options)
-    while part := list(islice(labels, batch_size)):
+    # Every channel has the pixels of a frame; a GPU has the memory.
+    at_once = batch_size if device.type == "cuda" else max(1, min(batch_size, CHANNELS // channels))
+    while part := list(islice(labels, at_once)):
         yield labels_of(torch.stack(part), patch, tuple(mask.shape))
     _check_finite(finite, video.name)
 

@@ -65,7 +65,7 @@ class _Copy:
         self.kind = kind
         self.lines: queue.Queue[Line | None] = queue.Queue(MOST_LINES)  # None: the end
         self.ready = threading.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.failed = self.dropped = False
 
     def open(self, opened: Opened) -> None:
@@ -89,7 +89,7 @@ class _Copy:
                     write(line)
                 if self.failed:
                     raise _RunFailedError
-        except Exception as error:
+        except BaseException as error:  # a library that exits ends this thread without a word
             self.error = error
         finally:
             self.ready.set()
@@ -184,6 +184,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     settings = wandb.Settings(
         mode="offline",
         silent=True,
+        show_errors=False,
         console="off",
         disable_git=True,
         disable_code=True,
@@ -194,6 +195,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     )
     about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
     shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
+    wandb.termsetup(settings, None)  # `init` keeps those of the environment; what fails is raised
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):

@@ -20,6 +20,7 @@ from stopmim._version import __version__
 from stopmim.base.errors import CheckpointError
 from stopmim.base.sandbox import one_line
 from stopmim.config.architectures import SIZES
+from stopmim.config.schema import MOST_PATCHES
 from stopmim.data.pixels import RGB, PixelStats
 from stopmim.method.build import from_tag
 from stopmim.method.encoder import EPS, VisionTransformer
@@ -207,6 +208,8 @@ def encoder_like(
             raise ValueError(f"its {patches} positions do not form a square")
         if not min(width, channels, patch, side, hidden):
             raise ValueError("an empty tensor")
+        if side > MOST_PATCHES:
+            raise ValueError(f"{side} patches along an edge, more than {MOST_PATCHES}")
         if heads is None:
             heads = {size.width: size.heads for size in SIZES.values()}.get(width)
         if heads is None:

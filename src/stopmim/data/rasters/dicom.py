@@ -16,6 +16,7 @@ from stopmim.data.decode import BadImageError, quiet
 from stopmim.data.rasters.raster import (
     Raster,
     Stored,
+    bytes_of,
     check_bytes,
     check_shape,
     cut,
@@ -58,6 +59,7 @@ class Dicom:
         if not 0 < self.bits <= 16 or not np.isfinite([self.slope, self.intercept]).all():
             raise BadImageError(f"DICOM of {self.bits} bits, rescaled by {self.slope}, is not read")
         self.kind = self._kind()
+        self.tall, self.tile = rows, bytes_of(self)
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, None)

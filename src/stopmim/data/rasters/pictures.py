@@ -12,6 +12,7 @@ from stopmim.data.rasters.raster import (
     Plain,
     Raster,
     Stored,
+    bytes_of,
     check_bytes,
     check_shape,
     cut,
@@ -66,6 +67,7 @@ class Picture:
                 width, height = image.size
                 channels, self.kind = _MODES.get(image.mode, (3, "uint8"))
         self.shape = check_shape(height, width, channels)
+        self.tall, self.tile = height, bytes_of(self)
         if height * width > MAX_PIXELS:
             raise BadImageError(f"{width}x{height} is more than {MAX_PIXELS} pixels")
 

@@ -29,6 +29,9 @@ from stopmim.data.decode import BadImageError, one_line
 MAX_SIDE = 2**20
 MAX_FILE = 2**62  # bytes: any file, of which no more is read than is asked for
 MOST = 2**29  # bytes of pixels that are held at a time
+# Bytes of all tiles of an image, beyond which they are at most so many times those of its pixels;
+# and of a tile of an image that is not read at once.
+PADDED, PADDING = 2**27, 8
 SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
 
 
@@ -46,6 +49,8 @@ class Raster(Protocol):
     kind: Kind
     names: list[str]  # of the channels; [] if the file does not say
     levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
+    tall: int  # rows that are decoded together
+    tile: int  # bytes that are decoded together
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
@@ -92,6 +97,7 @@ class Plain:
     """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
 
     levels: Sequence[Raster] = ()
+    tall, tile = 1, 0
 
     def __init__(self, pixels: np.ndarray, names: Sequence[str] = ()) -> None:
         self.pixels, self.names = pixels, list(names)
@@ -137,6 +143,16 @@ def check_bytes(raster: Raster, box: Box | None) -> None:
         raise BadImageError(
             f"{width}x{height} pixels, {form_of(raster)}, are {size >> 20} MiB, more than the "
             f"{MOST >> 20} MiB that are read at once"
+        )
+
+
+def check_tiles(raster: Raster, tiles: int) -> None:
+    """Refuses tiles that would take too long to decode: a small file can claim any."""
+    size = bytes_of(raster)
+    if tiles * raster.tile > max(PADDED, PADDING * size) or (size > MOST and raster.tile > PADDED):
+        raise BadImageError(
+            f"{tiles} tiles of {raster.tile >> 10} KiB in an image of {size >> 10} KiB are too "
+            f"large to be read one by one; write smaller ones"
         )
 
 

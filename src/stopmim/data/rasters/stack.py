@@ -26,6 +26,7 @@ class Stack:
                 raise BadImageError(f"{name} has {part.kind}, but {names[0]} has {first.kind}")
         self.kind = first.kind
         self.shape = check_shape(*first.shape[:2], len(parts))
+        self.tall, self.tile = max(x.tall for x in parts), sum(x.tile for x in parts)
         each = min(len(part.levels) for part in parts)
         self.levels: Sequence[Raster] = [
             Stack([part.levels[i] for part in parts], names) for i in range(each)
@@ -44,6 +45,7 @@ class SomeChannels:
             raise BadImageError(f"{whole.shape[2]} channels; channel {max(self.index)} is missing")
         self.kind = whole.kind
         self.shape = whole.shape[0], whole.shape[1], len(self.index)
+        self.tall, self.tile = whole.tall, whole.tile
         self.names = [whole.names[i] for i in self.index] if whole.names else []
         self.levels: Sequence[Raster] = [SomeChannels(level, index) for level in whole.levels]
 

@@ -25,6 +25,7 @@ from stopmim.data.rasters.raster import (
     Stored,
     check_bytes,
     check_shape,
+    check_tiles,
     decompressed,
     extra,
     kind_of,
@@ -142,6 +143,11 @@ class Tiff:
         first = pages[0]
         self.kind = kind_of(first.dtype)
         self.shape = first.height, first.width, first.samples * len(pages)
+        parts = first.segments
+        self.tall = parts.height
+        each = parts.height * parts.width * (1 if first.separate else first.samples)
+        self.tile = each * first.dtype.itemsize
+        check_tiles(self, len(parts.sizes) * len(pages))
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, box)

@@ -22,6 +22,7 @@ from stopmim.data.rasters.raster import (
     Stored,
     check_bytes,
     check_shape,
+    check_tiles,
     decompressed,
     kind_of,
     paste,
@@ -84,6 +85,9 @@ class Zarr:
                 f"{count} zarr chunks of {each} numbers are too many and too small; write chunks "
                 f"of {SMALL} or more"
             )
+        self.tall = self.layout.chunks[self.y]
+        self.tile = math.prod(self.layout.chunks) * self.layout.dtype.itemsize
+        check_tiles(self, count)
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, box)

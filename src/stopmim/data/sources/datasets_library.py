@@ -5,16 +5,29 @@ Its tables are memory-mapped. Nothing is executed: data sets that are Python scr
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.files import open_to_read
 from stopmim.data.decode import BadImageError, decode, one_line
 from stopmim.data.images import stamp_files
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.folder import TEST_NAMES
-from stopmim.data.sources.source import Source, Split, contains, no_split, printable, refuse_split
+from stopmim.data.sources.source import (
+    MAX_SHARD,
+    Source,
+    Split,
+    contains,
+    no_split,
+    printable,
+    read_json,
+    refuse_split,
+)
+
+MAX_FILES = 10_000  # of a split: the library opens all of them
 
 
 class Table:
@@ -39,10 +52,12 @@ class Table:
             split = split.flatten_indices()
         self._files = [file["filename"] for file in split.cache_files]
         self._images = split.data.column(self._column)
+        self._images.validate(full=True)  # it is read in place: an offset may lead anywhere
         self.labels: dict[str, np.ndarray] = {}
         self.classes: list[str] = []
         for column in kinds:
             values = split.data.column(column)
+            values.validate()
             if not pyarrow.types.is_integer(values.type) or values.null_count:
                 continue
             self.labels[label_name(column)] = values.to_numpy().astype(np.int64)
@@ -100,11 +115,30 @@ def _choose(found: Any, text: str, split: Split | None, wanted: str = "") -> Tab
 
 
 def _open_folder(text: str, split: Split | None) -> Table:
-    library = _library(text)
+    library, folder = _library(text), Path(text)
     try:
+        parts = [folder]
+        if (folder / "dataset_dict.json").exists():
+            parts = [
+                folder / str(name) for name in read_json(folder / "dataset_dict.json")["splits"]
+            ]
+        for part in parts:
+            _check_files(part)
         return _choose(library.load_from_disk(text), text, split)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of the library or of pyarrow: many types
         raise DataError(f"{printable(text)}: {one_line(error)}") from None
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses what the library would wait for or read without end: pipes, devices, and links."""
+    read_json(folder / "dataset_info.json")
+    files = read_json(folder / "state.json")["_data_files"]
+    if len(files) > MAX_FILES:
+        raise DataError(f"{printable(folder)}: {len(files)} files, more than {MAX_FILES}")
+    for file in files:
+        open_to_read(folder / file["filename"], MAX_SHARD).close()
 
 
 def _open_name(text: str, split: Split | None) -> Table:

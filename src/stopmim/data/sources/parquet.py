@@ -22,6 +22,7 @@ from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, printab
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
 MAX_GROUP = 2**31  # bytes of a row group, which is read whole
+PART, MOST_PARTS = 2**26, 10_000  # bytes, if all rows were as large as the group; and parts
 GLANCE = 4  # images that are looked at
 MAX_WINDOW = 16_384  # images that the order of an epoch mixes at a time
 
@@ -31,6 +32,12 @@ class Contents(NamedTuple):  # metadata and labels of one file
     classes: list[str]
     groups: list[tuple[int, int]]  # rows and bytes of each row group
     labels: dict[str, np.ndarray]
+
+
+class Held(NamedTuple):  # a row group that was read
+    column: Any  # its images: all, or those before `problem`
+    nbytes: int
+    problem: str = "missing from its row group"
 
 
 class Parquet(Shards):
@@ -48,7 +55,7 @@ class Parquet(Shards):
         self.files = files if remote else [os.path.abspath(file) for file in files]
         self.unreadable, where = list[str](), places(self.files)
         arrow, _ = _pyarrow(where[0])
-        self._cached: OrderedDict[int, Any] = OrderedDict()
+        self._cached: OrderedDict[int, Held] = OrderedDict()
         self._file_names = file_names(where)
         found, numbers, digest = list[Contents](), list[int](), hashlib.sha256()
         for i, (path, name) in enumerate(zip(where, self._file_names, strict=True)):
@@ -89,7 +96,10 @@ class Parquet(Shards):
 
     def _data(self, i: int) -> bytes:
         group = self._chunk(i)
-        value = self._read_group(group)[i - int(self.chunks[group])].as_py()
+        held, row = self._read_group(group), i - int(self.chunks[group])
+        if row >= len(held.column):
+            raise BadImageError(held.problem)
+        value = held.column[row].as_py()
         data = value and value["bytes"]
         if data is None:
             raise BadImageError("no bytes; a path alone is not followed")
@@ -112,23 +122,39 @@ class Parquet(Shards):
         first = np.searchsorted(self._groups[:, 0], file)  # row group of the file
         return f"{self._file_names[file]} row {i - self.chunks[first]}"
 
-    def _read_group(self, group: int) -> Any:
+    def _read_group(self, group: int) -> Held:
         if group in self._cached:
             self._cached.move_to_end(group)
             return self._cached[group]
         file, number = self._groups[group].tolist()
         arrow, parquet = _pyarrow(self._file_names[file])
         try:
-            # One thread: a forked worker does not inherit the thread pool of its parent.
             with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
-                columns = [f"{self._column}.bytes"]
-                table = opened.read_row_group(number, columns=columns, use_threads=False)
+                self._cached[group] = _read(opened, number, f"{self._column}.bytes", arrow)
         except (arrow.ArrowException, OSError) as error:
             raise BadImageError(one_line(error)) from None
-        held = self._cached[group] = table.column(self._column)
-        while len(self._cached) > 1 and sum(c.nbytes for c in self._cached.values()) > CACHE_BYTES:
+        while len(self._cached) > 1 and sum(h.nbytes for h in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
-        return held
+        return self._cached[group]
+
+
+def _read(opened: Any, number: int, column: str, arrow: Any) -> Held:
+    """The images of a row group, read in parts: a dictionary may have one for all rows."""
+    about = opened.metadata.row_group(number)
+    size = max(1, about.total_byte_size)
+    rows = max(1, PART // size, about.num_rows // MOST_PARTS)
+    parts, total = list[Any](), 0
+    try:
+        # One thread: a forked worker does not inherit the thread pool of its parent.
+        for batch in opened.iter_batches(rows, [number], [column], use_threads=False):
+            parts.append(batch.column(0))
+            total += parts[-1].nbytes
+            if total > CACHE_BYTES + 4 * size:
+                problem = f"more than {total} bytes of images in a row group of {size}"
+                return Held(arrow.chunked_array(parts), total, problem)
+    except (arrow.ArrowException, OSError) as error:
+        return Held((), 0, one_line(error))  # not read again for each of its images
+    return Held(arrow.chunked_array(parts), total)
 
 
 def _pyarrow(source: str) -> tuple[Any, Any]:

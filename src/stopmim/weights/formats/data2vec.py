@@ -21,6 +21,7 @@ from stopmim.runs.checkpoint import fill
 from stopmim.weights import vit
 from stopmim.weights.format import Format, WeightFile
 
+BIAS = 2**28  # most numbers of the bias of one image; BEiT-L at 512 px has 2 ** 24
 CLASS = 3  # entries of a table for the class token: to patches, from patches, to itself
 DISTANCES, INDEX = (f"rel_pos_bias.relative_position_{name}" for name in ("bias_table", "index"))
 
@@ -41,6 +42,10 @@ class Data2vec(Format):
             side = (math.isqrt(max(0, distances - CLASS)) + 1) // 2
             if (2 * side - 1) ** 2 + CLASS != distances:
                 raise ValueError(f"its table of {distances} distances does not fit a square grid")
+            if heads * side**4 > BIAS:
+                raise ValueError(
+                    f"{heads} heads that relate {side**2} patches take too much memory"
+                )
             if file.heads not in (None, heads):
                 raise ValueError(f"it has {heads} heads, not {file.heads}")
             depth = vit.block_count(weights, "blocks.")
