@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -336,3 +337,15 @@ def test_other_channels_are_flipped_and_blurred_but_not_greyed() -> None:
     blurred = augment(images, torch.tensor([[0.0, 0.0, 1.5]]))
     expected = augment(images[:, :3], torch.tensor([[0.0, 0.0, 1.5]]))
     torch.testing.assert_close(blurred[:, :3], expected)
+
+
+def test_a_large_image_of_16_bits_is_averaged_before_it_becomes_floats() -> None:
+    ramp = np.linspace(0, 60_000, 6000).astype(np.uint16)
+    image = np.broadcast_to(ramp[:, None], (8000, 6000, 3))  # 275 MiB, if it were not a view
+    tracemalloc.start()
+    found = resized(image, 32, 32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**28  # as floats it would have twice the bytes
+    plain = resized(image[:1000], 32, 32)
+    torch.testing.assert_close(found, plain, rtol=0, atol=30)  # a pixel is 10 apart from the next

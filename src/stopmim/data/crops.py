@@ -23,6 +23,9 @@ FLAT = 1e-2  # of the deviation of the data set; an image with less has no contr
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
+# Bytes of an image above which squares of its pixels are averaged before it is resized, as floats;
+# and about what is left of them. A photograph of 8 bits that is decoded at all is smaller.
+HELD, LEFT = 2**28, 2**26
 
 
 class Box(NamedTuple):
@@ -73,6 +76,10 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     uint8 stays uint8; other types become float32. Several at once, (B, H, W, C), have the same
     pixels in a third of the time, if they are small.
     """
+    if image.nbytes > HELD and image.ndim == 3:
+        spare = image.shape[0] // (2 * height), image.shape[1] // (2 * width)
+        if (by := min(math.ceil(math.sqrt(image.nbytes / LEFT)), *spare)) > 1:
+            image = averaged(image, by)
     if image.dtype != np.uint8:
         image = finite(image).astype(np.float32)
     # A contiguous copy in memory order H, W, C, viewed as a batch: torch then resizes the three
@@ -81,6 +88,23 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
     batch = (pixels if pixels.ndim == 4 else pixels[None]).permute(0, 3, 1, 2)
     found = F.interpolate(batch, (height, width), mode=mode, antialias=True)
     return found if pixels.ndim == 4 else found[0]
+
+
+def averaged(image: np.ndarray, by: int) -> np.ndarray:
+    """`image` (H, W, C) with the mean of each square of `by` pixels, in little memory."""
+    height, width = image.shape[0] // by, image.shape[1] // by
+    found = np.empty((height, width, image.shape[2]), image.dtype)
+    rows = max(1, LEFT // (image[0].nbytes * by))  # of the result
+    for top in range(0, height, rows):
+        n = min(rows, height - top)
+        part = image[top * by : (top + n) * by, : width * by]
+        if image.dtype == np.float32:
+            found[top : top + n] = part.reshape(n, by, width, by, -1).mean(axis=(1, 3))
+            continue
+        # Whole rows first, which is several times as fast; the sums are exact.
+        sums = part.reshape(n, by, -1).sum(axis=1, dtype=np.int32).reshape(n, width, by, -1)
+        found[top : top + n] = np.rint(sums.sum(axis=2, dtype=np.float32) / (by * by))
+    return found
 
 
 def finite(image: np.ndarray) -> np.ndarray:

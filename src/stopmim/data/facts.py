@@ -81,11 +81,12 @@ def look_at(watched: Watched, form: Form, numbers: list[int]) -> Facts:
             except BadImageError as error:
                 bad.append((number, str(error)))
                 continue
-        data = files[-1] if files else np.ascontiguousarray(pixels).tobytes()
-        kinds[format_of(data) if files else "pixels"] += 1
+        data = files[-1] if files else np.ascontiguousarray(pixels).data.cast("B")
+        kinds[format_of(files[-1]) if files else "pixels"] += 1
         rows.append((number, *pixels.shape[:2], hashlib.sha256(data).digest()[:16]))
         small.append(thumbnail(pixels)[None])
         channels.append(None if form.is_rgb else ChannelFacts.of(pixels))
+        del pixels  # before the next ones are read
     thumbnails = np.concatenate(small)
     every, whole = np.arange(len(thumbnails)), join_channel_facts(channels)
     return Facts(np.array(rows, ROW), kinds, bad, every, thumbnails, whole)

@@ -142,6 +142,7 @@ def _answers(watched: Watched, make: Any, numbers: list[int]) -> list[Any]:
                 rng = numpy_generator("parts", i)
                 pixels = watched.images.read(i) if raster is None else read_sample(raster, rng)
             found.append(make(pixels, i))
+            del pixels  # before the next ones are read
         except BadImageError:
             found.append(None)
     return found
