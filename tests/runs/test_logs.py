@@ -134,6 +134,18 @@ def test_random_damage_of_logs_never_ends_a_run_and_is_always_said(
         assert said or found == intact
 
 
+def test_a_run_without_checkpoints_says_what_its_log_had_reached(
+    whole: Run, copy: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the disk that `checkpoints` leads to is not mounted."""
+    shutil.rmtree(copy.path / "checkpoints")
+    (copy.path / "checkpoints").mkdir()
+    assert_same_run(resume(copy), whole)
+    assert "begins again at its first update, and so does its log, which had reached 6" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+
+
 def test_bad_files_that_hold_anything_do_not_block_resume(tmp_path: Path) -> None:
     images, config = NoiseImages(broken=(3, 17)), tiny(data={"max_bad": 0.2})
     pretrain(images, tmp_path, config, stop_at=3)

@@ -61,6 +61,11 @@ class Metrics(Log):
     def __init__(self, path: Path, step: int, logged: int = 0) -> None:
         file = path / "metrics.jsonl"
         lines = parse_jsonl(file)
+        if not step and (reached := max((x for x in map(_step, lines) if x < math.inf), default=0)):
+            warn(
+                f"{path}: nothing had been saved, or the disk of checkpoints/ is missing: begins "
+                f"again at its first update, and so does its log, which had reached {reached:.0f}"
+            )
         own = [i for i, line in enumerate(lines) if _step(line) <= step]
         upto = lines[: max(own[-1] + 1 if own else 0, logged)]
         kept = [line for line in upto if not step < _step(line) < math.inf]
