@@ -626,6 +626,36 @@ def test_test_classes_go_by_name_and_not_by_number() -> None:
     assert straight.result.value > shifted.result.value
 
 
+def test_a_class_that_training_does_not_know_is_refused_in_two_sources_as_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "images"
+    for part, n in (("train", 5), ("val", 3)):
+        for name in ("carp", "eel", "tench"):
+            (root / part / name).mkdir(parents=True)
+            for i in range(n):
+                noise = np.random.default_rng(i).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(root / part / name / f"{i}.png")
+    words = ["eval", "knn", RANDOM, "--random-inits", "0", "--train", str(root / "train")]
+    val = root / "val"
+    shutil.rmtree(val / "carp")  # a test set may lack some
+    assert main([*words, "--test", str(val)]) == 0
+    (val / "tench").rename(val / "Tench")
+    for given in ([*words, "--test", str(val)], ["eval", "knn", RANDOM, "--data", str(root)]):
+        capsys.readouterr()
+        assert main(given) == 3
+        said = f"stopmim: error: {val}: class Tench is not among those of training\n"
+        assert capsys.readouterr().err == said
+
+
+def test_chance_is_of_the_classes_in_the_test_set() -> None:
+    train, test = Coloured(60), Coloured(40, seed=1)
+    y, test_y = train.labels["class"], test.labels["class"]
+    y[:], test_y[:] = np.repeat([0, 1, 2, 3], (30, 5, 15, 10)), np.repeat([1, 2], (30, 10))
+    (found,) = measure(Inputs(Planted(), train, test), [Knn()])
+    assert found.result.chance == 0.25  # class 2: 0 is nowhere, and 1 is rarer in training
+
+
 def test_as_many_labels_are_noted_as_there_were() -> None:
     inputs = Inputs(Planted(), Coloured(20), Coloured(40, seed=1))
     (found,) = suite(inputs, [Lowshot(per_class=1000)])

@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stopmim.base.console import busy, say
 from stopmim.base.errors import UserError
 from stopmim.base.faults import faultpoint
@@ -147,9 +149,10 @@ def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chance(inputs: Inputs, label: str) -> float:
-    """Accuracy if the most frequent class of the training images were always the answer."""
+    """Accuracy of one answer for all test images: of their classes, the commonest in training."""
     y, test_y = inputs.labels_of(label)
-    return int((test_y == y.mode().values).sum()) / len(test_y)
+    known = y[torch.isin(y, test_y)]
+    return int((test_y == known.mode().values).sum()) / len(test_y) if len(known) else 0.0
 
 
 def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> str | None:

@@ -20,9 +20,9 @@ RIGHT |= {f"{LEVEL} % interval"}
 WIDE = {"95 % interval", "n", "setting", "p"}  # columns that a terminal has no room for
 LEGEND = f"""\
 Percent, except the effective rank (rankme). Random: the mean of untrained
-networks of this architecture. Chance: the most frequent class for all images.
-Difference: value - random, {PM} its {LEVEL} % interval. Verdict: against {RANDOM_INIT},
-by that interval."""
+networks of this architecture. Chance: one class for all images, that of the
+test set which is most frequent in training. Difference: value - random, {PM} its
+{LEVEL} % interval. Verdict: against {RANDOM_INIT}, by that interval."""
 PAIRED = f"""\
 Percent. The {LEVEL} % interval of B - A is over these test images, not over training
 seeds: it tells the two encoders apart, not the methods behind them."""
