@@ -46,6 +46,7 @@ from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result
+from stopmim.evals.suite import _warn_of_copies as once
 from stopmim.evals.suite import measure, suite
 from stopmim.evals.views import TrainView, View
 from stopmim.method.build import build, configure
@@ -654,6 +655,25 @@ def test_chance_is_of_the_classes_in_the_test_set() -> None:
     y[:], test_y[:] = np.repeat([0, 1, 2, 3], (30, 5, 15, 10)), np.repeat([1, 2], (30, 10))
     (found,) = measure(Inputs(Planted(), train, test), [Knn()])
     assert found.result.chance == 0.25  # class 2: 0 is nowhere, and 1 is rarer in training
+
+
+def test_copies_of_training_images_in_the_test_set_are_warned_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train = Coloured(40)
+    test = Subset(train, range(10, 30))
+    encoder, collapsed = open_encoder(RANDOM), open_encoder(RANDOM)
+    torch.nn.init.zeros_(collapsed.norm.weight)  # type: ignore[attr-defined]
+    for one in (collapsed, encoder, encoder):  # the last time from the cache
+        measure(Inputs(one, train, test), [Knn()], aloud=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert "20 of 20 test images have exactly the features of a training image" in said[0]
+    once.cache_clear()
+    measure(Inputs(encoder, train, test), [Knn()], aloud=True)  # as in another process
+    assert "20 of 20" in capsys.readouterr().err
+    measure(Inputs(encoder, train, Coloured(20, seed=1)), [Knn()], aloud=True)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_as_many_labels_are_noted_as_there_were() -> None:

@@ -139,6 +139,23 @@ class Inputs:
     def test_x(self) -> Tensor:
         return self.features(self.test, self.shown.test)
 
+    @property
+    def copies(self) -> int:
+        """Test images with the features of a training image, as far as features were computed.
+
+        0 for a collapsed encoder, to which images that differ are the same.
+        """
+        if not {"train_x", "test_x"} <= vars(self).keys():
+            return 0
+        ours, theirs = (self._rows(x) for x in (self.train_x, self.test_x))
+        different = set(ours)
+        return sum(row in different for row in theirs) if 2 * len(different) > len(ours) else 0
+
+    def _rows(self, x: Tensor) -> list[bytes]:
+        """The last block of features `x`, image by image."""
+        last = np.ascontiguousarray(x[:, -self.encoder.width :].numpy())
+        return last.view(f"V{last[0].nbytes}")[:, 0].tolist()
+
     def random_views(self, count: int) -> list[Tensor]:
         """Features of `count` random views of the training images."""
         for i in range(len(self._drawn), count):

@@ -5,13 +5,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache as once
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stopmim.base.console import busy, say
+from stopmim.base.console import busy, say, warn
 from stopmim.base.errors import UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import read_regular
@@ -84,7 +85,7 @@ def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) 
     groups = [together, *([p] for p in protocols if p not in together)]
     found = []
     for group in filter(None, groups):
-        for measured in _measure(inputs, group):
+        for measured in _measure(inputs, group, aloud):
             found.append(measured)
             faultpoint("eval.measured")
             if aloud:
@@ -102,16 +103,19 @@ def described(result: Result) -> str:
     return f"{what}: {100 * result.value:.1f} %{chance}"
 
 
-def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
+def _measure(inputs: Inputs, protocols: list[Protocol], aloud: bool) -> Iterator[Measured]:
     labelled = [p for p in protocols if p.needs == "labels"]
     labels = inputs.labels if labelled else []  # wrong ones are reported before any work
     key = _cache_key(inputs, protocols, labels)
     if key is not None and (cached := cache.load("answers", key)):
         tensors, text = cached
-        for i, fields in enumerate(json.loads(text)):
+        kept = json.loads(text)
+        for i, fields in enumerate(kept["results"]):
             interval = fields.pop("interval")  # JSON made a list of it
             result = Result(**fields, interval=interval and tuple(interval))
             yield Measured(result, tensors.get(str(i)))
+        if aloud:
+            _warn_of_copies(kept["copies"], len(inputs.test), inputs.test.fingerprint)
         return
     found = []
     questions = [(p, label) for label in labels for p in labelled]
@@ -128,13 +132,27 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
             result = dataclasses.replace(answer[0], chance=chance, facts=facts)
             found.append(Measured(result, answer[1]))
             yield found[-1]
+    copies = inputs.copies
+    if aloud:
+        _warn_of_copies(copies, len(inputs.test), inputs.test.fingerprint)
     if key is not None:
-        text = json.dumps([dataclasses.asdict(m.result) for m in found])
+        results = [dataclasses.asdict(m.result) for m in found]
+        text = json.dumps({"results": results, "copies": copies})
         # Cloned: these are rows of one tensor, which would be stored whole.
         correct_of = {
             str(i): m.correct.clone() for i, m in enumerate(found) if m.correct is not None
         }
         cache.store("answers", key, correct_of, text)
+
+
+@once
+def _warn_of_copies(copies: int, n: int, fingerprint: str) -> None:
+    """Says once for the test images of this `fingerprint` that some are in training as well."""
+    if copies:
+        warn(
+            f"{copies:,} of {n:,} test images have exactly the features of a training image, as "
+            f"copies do, which makes numbers too high; `stopmim check` lists them for --skip"
+        )
 
 
 def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
