@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stopmim import Run, pretrain
-from stopmim.base.errors import UserError
+from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_jsonl
 from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.probe import bench_probe
@@ -676,22 +676,39 @@ def test_copies_of_training_images_in_the_test_set_are_warned_of_once(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_as_many_labels_are_noted_as_there_were() -> None:
+def test_as_many_labels_are_noted_as_there_were(capsys: pytest.CaptureFixture[str]) -> None:
     inputs = Inputs(Planted(), Coloured(20), Coloured(40, seed=1))
-    (found,) = suite(inputs, [Lowshot(per_class=1000)])
-    assert f"{np.bincount(Coloured(20).labels['class']).max()}/class" in str(found.setting)
+    counts = np.bincount(Coloured(20).labels["class"])
+    for _ in range(2):  # the second time from the cache
+        (found,) = suite(inputs, [Lowshot(per_class=1000)])
+        said = "lowshot: --per-class 1000, but the smallest class has fewer images (class "
+        said += f"{counts.min()}), all of which are used"
+        assert capsys.readouterr().err.count(said) == 1
+    assert f"{counts.max()}/class" in str(found.setting)
+    suite(inputs, [Lowshot(per_class=int(counts.min()))])
+    assert "--per-class" not in capsys.readouterr().err
+
+
+def test_few_test_images_are_said_to_tell_little_before_any_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2)
+    for n, twins, said in ((20, 2, True), (20, 1, False), (700, 2, False)):
+        test, request = Coloured(n, seed=1), ImageRequest(random_inits=twins)
+        suite(Inputs(encoder, Coloured(20), test, request), [Knn()])
+        first = capsys.readouterr().err.splitlines()[0]
+        assert ("20 test images: differences to random init below about 29 points" in first) is said
 
 
 def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    few = Coloured(Planted().width)
-    assert suite(Inputs(Planted(), Coloured(20), few), [RankMe()]) == []
-    assert "rankme: left out, " in capsys.readouterr().err
-    encoder = VisionTransformer(24, 6, 48, 1, 3)
+    few, encoder = Coloured(12), VisionTransformer(24, 6, 48, 1, 3)
     for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
-        assert suite(Inputs(encoder, Coloured(20), few), [RankMe()]) == []
+        assert len(suite(Inputs(encoder, Coloured(20), few), [Knn(), RankMe()])) == 1
         assert capsys.readouterr().err.count("rankme: left out, ") == 1
+    with pytest.raises(DataError, match="rankme: left out, 12 test images cannot fill 48"):
+        suite(Inputs(encoder, Coloured(20), few), [RankMe()])  # and nothing else
 
 
 @pytest.mark.parametrize(

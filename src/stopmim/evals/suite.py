@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stopmim.base.console import busy, say, warn
-from stopmim.base.errors import UserError
+from stopmim.base.errors import DataError, UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import read_regular
 from stopmim.data.images import Images
@@ -24,9 +24,10 @@ from stopmim.evals.paired import beside_random_init
 from stopmim.evals.protocols import SUITE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.request import ImageRequest, Request
-from stopmim.evals.results import Measured, Result
+from stopmim.evals.results import Z99, Measured, Result
 from stopmim.runs.verdict import RANDOM_INIT
 
+COARSE = 0.05  # half an interval that is said in advance
 Quantity = tuple[str, str, str, str]  # name, protocol, label, selection
 
 
@@ -40,15 +41,18 @@ def evaluate(
 
 def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Result]:
     """Results of `protocols`, by default SUITE, each beside that of untrained networks."""
-    possible = []
-    for protocol in [kind() for kind in SUITE] if protocols is None else protocols:
-        if obstacle := protocol.obstacle(inputs):
-            say(f"{protocol.name}: left out, {obstacle}")
-        else:
-            possible.append(protocol)
-    ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
+    wanted = [kind() for kind in SUITE] if protocols is None else protocols
+    obstacles = [(protocol, protocol.obstacle(inputs)) for protocol in wanted]
+    possible = [protocol for protocol, obstacle in obstacles if not obstacle]
+    left_out = [f"{p.name}: left out, {obstacle}" for p, obstacle in obstacles if obstacle]
+    if left_out and not possible:
+        raise DataError("; ".join(left_out))
+    say(*left_out)
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
+    if paired and inputs.labels and inputs.random_inits > 1:  # wrong labels are an error first
+        _say_what_cannot_be_told(len(inputs.test))
+    ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     beside = [p for p in possible if p.compared]
     total = inputs.random_inits if paired else min(1, len(beside))
     for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
@@ -56,6 +60,14 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
         for measured in measure(twin, paired if i else beside):
             before.setdefault(quantity(measured.result), []).append(measured)
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
+
+
+def _say_what_cannot_be_told(n: int) -> None:
+    """Says before any work what `n` test images are too few for."""
+    half = Z99 * 0.5 / math.sqrt(max(1, n))  # 0.5: deviation of right or wrong, by even chances
+    if half > COARSE:
+        points = f"differences to {RANDOM_INIT} below about {100 * half:.0f} points"
+        say(f"{n:,} test images: {points} cannot be told apart")
 
 
 def _beside(ours: Measured, before: Sequence[Measured]) -> Result:
