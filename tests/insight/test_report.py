@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from browser import Browser
-from stopmim.base.errors import CheckpointError
+from stopmim.base.errors import CheckpointError, StorageError
 from stopmim.config.schema import from_yaml
 from stopmim.data.sources.open import open_images
 from stopmim.insight.figures import curves, similarity
@@ -397,6 +397,8 @@ def test_a_folder_that_is_no_run_is_refused(trained: Run, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="gone: not a run directory: no such folder"):
         write_report(trained, others=[Run(tmp_path / "gone")], out=tmp_path / "x.html")
+    with pytest.raises(StorageError, match="nodir: no such folder"):  # before any work
+        write_report(Run(tmp_path), out=tmp_path / "nodir" / "r.html")
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"not a run directory: run\.json holds no object"):
         write_report(Run(tmp_path))
@@ -507,6 +509,22 @@ def test_hostile_text_runs_nothing_in_a_browser(
     assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
     assert browser.ask("document.querySelectorAll('[onerror], iframe').length") == 0
     assert "onerror" in browser.ask("document.querySelector('h1').textContent")
+
+
+def test_images_without_a_label_are_told_apart_from_images_of_another_class(
+    trained: Run, browser: Browser, tmp_path: Path
+) -> None:
+    images = Pixels()
+    images.labels = {"class": np.where(np.arange(32) < 12, -1, np.arange(32) % 3)}
+    page = write_report(trained, images, out=tmp_path / "page.html")
+    said = "Over the 20 images of known class (12 others have no frame, and are grey on the map);"
+    assert said in Page(page).text
+    browser.open(page)
+    legend = browser.ask("[...document.querySelectorAll('.kinds > span')].map(e => e.textContent)")
+    assert legend == [*Pixels.classes, "no label"]
+    colour = "getComputedStyle(document.querySelector('{}')).{}"
+    key = browser.ask(colour.format(".kinds .unknown", "backgroundColor"))
+    assert key == browser.ask(colour.format("circle.unknown", "fill"))
 
 
 # Elements that reach beyond the window, or whose text does not fit; code may scroll.
