@@ -66,6 +66,7 @@ class Files(FileImages):
         self._root = os.fsencode(self.root) + b"/"
         self.labels: dict[str, np.ndarray] = {}
         self.classes: list[str] = []
+        self.ignored: list[str] = []
 
     def _label(
         self, name: str, found: list[str], label: np.ndarray, classes: Sequence[str]
