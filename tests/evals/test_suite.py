@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from browser import Browser
 from stopmim import Run, pretrain
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_jsonl
@@ -1099,6 +1101,38 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
     for line in run.results[:-4]:
         assert f"{line['value']:.1f}" in page
     assert "tracking J&amp;F" in page
+
+
+def test_the_suite_says_that_it_replaces_pages_about_other_data(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, words = tmp_path / "evaluation.html", ["--label", "count", "--random-inits", "0"]
+    words += ["--videos", "scenes:1:24", "--layers", "last", "--out", str(tmp_path)]
+    said = []
+    for n in (30, 30, 40):
+        assert main(["eval", "suite", str(run.path), "--data", f"scenes:{n}:24", *words]) == 0
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    other = f"{path}, in place of the one on scenes:30:24:1 (30 images)"
+    assert said == [str(path), str(path), other]
+
+
+def test_the_page_of_a_suite_fits_a_laptop(tmp_path: Path) -> None:
+    one = Result("accuracy", "linear last4", "distance", 0.5, (0.4, 0.6), 1000, "held-out", 0, 0.25)
+    one = dataclasses.replace(one, train=9, setting="solved, l2 0.00316228", chance=0.2)
+    page = table.write_pages(tmp_path, [dataclasses.replace(one, difference=(-0.1, 0.3))], "x", {})
+    with Browser(tmp_path / "chromium", wide=1100) as browser:
+        browser.open(page)
+        wide = browser.ask(
+            "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.scroll'))"
+        )
+    assert wide[0] <= wide[1]
+
+
+def test_help_begins_with_the_images(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("suite", "knn", "finetune"):
+        assert main(["eval", command, "--help"]) == 0
+        found = re.findall(r"^\W*(--\w[\w-]*)", capsys.readouterr().out, re.MULTILINE)
+        assert found[:3] == ["--data", "--train", "--test"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from stopmim.base.files import write_whole
+from stopmim.base.files import read_regular, write_whole
 from stopmim.base.tables import aligned, markdown
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
@@ -93,6 +93,15 @@ def conclusions(results: Sequence[Result], facts: Mapping[str, Any]) -> list[str
     """A sentence per data set that counts the verdicts."""
     lines = [dict(facts) | result.as_dict() for result in results]
     return [*(tally.sentence for tally in tallies(lines)), *resolution(lines)]
+
+
+def replaced_data(folder: Path) -> str:
+    """The test images that the pages in `folder` are about; "" if there are none."""
+    try:
+        found = json.loads(read_regular(folder / "evaluation.json"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(found.get("test_data", "")) if isinstance(found, dict) else ""
 
 
 def write_pages(
