@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from browser import Browser
-from stopmim.base.errors import CheckpointError, StorageError
+from stopmim.base.errors import CheckpointError
+from stopmim.cli import main
 from stopmim.config.schema import from_yaml
 from stopmim.data.sources.open import open_images
 from stopmim.insight.figures import curves, similarity
@@ -397,11 +398,17 @@ def test_a_folder_that_is_no_run_is_refused(trained: Run, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="gone: not a run directory: no such folder"):
         write_report(trained, others=[Run(tmp_path / "gone")], out=tmp_path / "x.html")
-    with pytest.raises(StorageError, match="nodir: no such folder"):  # before any work
-        write_report(Run(tmp_path), out=tmp_path / "nodir" / "r.html")
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"not a run directory: run\.json holds no object"):
         write_report(Run(tmp_path))
+
+
+def test_a_folder_for_the_page_that_is_not_there_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "nodir" / "r.html"
+    assert main(["report", str(tmp_path / "gone"), "--out", str(out)]) == 5  # of a run: 4
+    assert capsys.readouterr().err == f"stopmim: error: {out.parent}: no such folder\n"
 
 
 # ------------------------------------------------------------------------------ in a browser

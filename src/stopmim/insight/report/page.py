@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from stopmim._version import __version__
 from stopmim.base.console import visible
-from stopmim.base.errors import StorageError, UserError
+from stopmim.base.errors import UserError
 from stopmim.base.files import number, write_whole
 from stopmim.config.schema import Config, flatten, resolve
 from stopmim.config.yaml_text import to_yaml
@@ -62,8 +62,6 @@ def write_report(
     run was trained on them. `others` are compared with the run, in curves and a table. `show` are
     the channels for pictures of images that are not RGB.
     """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise StorageError(f"{out.parent}: no such folder")  # before half a minute of work
     runs = [run, *others]
     about, *_ = [one.about for one in runs]  # raises if one is not a run
     metrics, lines = run.metrics, run.results
