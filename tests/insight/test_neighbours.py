@@ -128,7 +128,7 @@ def test_the_figure_frames_neighbours_of_the_same_class(run: Run) -> None:
     assert "of each of 40 images; 49 % by chance" in texts[-1]
     found.images.labels["class"][:10] = -1  # of unknown class
     texts = [text.get_text() for text in neighbours.figure(found).axes[0].texts]
-    assert "of each of 30 images (10 unlabelled ones have no frame); 48 % by chance" in texts[-1]
+    assert "of each of 30 images (10 unlabelled: no frame); 48 % by chance" in texts[-1]
 
 
 def test_several_runs_stand_beside_the_untrained_one(run: Run, tmp_path: Path) -> None:

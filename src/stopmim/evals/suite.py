@@ -44,14 +44,13 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     wanted = [kind() for kind in SUITE] if protocols is None else protocols
     obstacles = [(protocol, protocol.obstacle(inputs)) for protocol in wanted]
     possible = [protocol for protocol, obstacle in obstacles if not obstacle]
-    left_out = [f"{p.name}: left out, {obstacle}" for p, obstacle in obstacles if obstacle]
-    if left_out and not possible:
-        raise DataError("; ".join(left_out))
-    say(*left_out)
+    if wanted and not possible:
+        raise DataError("; ".join(f"{p.name}: {obstacle}" for p, obstacle in obstacles))
+    say(*(f"{p.name}: left out, {obstacle}" for p, obstacle in obstacles if obstacle))
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
     if paired and inputs.labels and inputs.random_inits > 1:  # wrong labels are an error first
-        _say_what_cannot_be_told(len(inputs.test))
+        _say_what_may_not_be_told(len(inputs.test))
     ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     beside = [p for p in possible if p.compared]
     total = inputs.random_inits if paired else min(1, len(beside))
@@ -62,12 +61,12 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
 
 
-def _say_what_cannot_be_told(n: int) -> None:
+def _say_what_may_not_be_told(n: int) -> None:
     """Says before any work what `n` test images are too few for."""
     half = Z99 * 0.5 / math.sqrt(max(1, n))  # 0.5: deviation of right or wrong, by even chances
     if half > COARSE:
         points = f"differences to {RANDOM_INIT} below about {100 * half:.0f} points"
-        say(f"{n:,} test images: {points} cannot be told apart")
+        say(f"{n:,} test images are few: {points} may not be distinguishable")
 
 
 def _beside(ours: Measured, before: Sequence[Measured]) -> Result:

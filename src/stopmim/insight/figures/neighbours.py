@@ -205,7 +205,7 @@ def figure(found: Neighbours) -> Figure:
                 _draw(axes, shown[i], start + x, y, framed=alike)
     if label:
         said = f"framed: same {label.label}; shares are of the {k} neighbours of each of "
-        rest = f" ({label.unknown} unlabelled ones have no frame)" if label.unknown else ""
+        rest = f" ({label.unknown} unlabelled: no frame)" if label.unknown else ""
         said += f"{len(shown) - label.unknown} images{rest}; "
         said += f"{100 * by_chance(label.values):.0f} % by chance"
         axes.text(0.03, len(rows) + 0.22, said)
