@@ -64,7 +64,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         (
             "eval lowshot random:vit_micro8@24 --data scenes:16:24 --per-class 0",
             2,
-            "at least one image",
+            "--per-class 0: expected 1 or more",
         ),
         ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),

@@ -16,6 +16,7 @@ from test_tar import shard
 
 from stopmim import pretrain
 from stopmim.base.errors import DataError, UserError
+from stopmim.data.check import check
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.cifar import interpret
@@ -190,6 +191,13 @@ def test_columns_of_integers_are_labels_by_their_names(tmp_path: Path) -> None:
     table.write_text("file,count,site,label\na/1.png,3,x,1\nb/2.png,4,y,0\n")
     found = open_images(table).labels
     assert {k: v.tolist() for k, v in found.items()} == {"count": [3, 4], "class": [1, 0]}
+    table.write_text("file,place,score\na/1.png,sea,0.5\nb/2.png,lake,\n")  # the one of text
+    images = open_images(table)
+    assert (labels(images), images.classes) == ([1, 0], ["lake", "sea"])  # type: ignore[attr-defined]
+    said = check(table, "tiny_cpu").text()
+    assert "no labels: score; labels are whole numbers, or named class" in said
+    table.write_text("file,count,score\na/1.png,3,0.5\nb/2.png,4,1.5\n")
+    assert {k: v.tolist() for k, v in open_images(table).labels.items()} == {"count": [3, 4]}
     # Of two columns of text neither is called a label, and folders were not asked for.
     table.write_text("file,site,name\na/1.png,x,p\nb/2.png,y,q\n")
     assert open_images(table).labels == {}

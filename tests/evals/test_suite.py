@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from browser import Browser
 from stopmim import Run, pretrain
-from stopmim.base.errors import UserError
+from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_jsonl
 from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.probe import bench_probe
@@ -46,6 +48,7 @@ from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result
+from stopmim.evals.suite import _warn_of_copies as once
 from stopmim.evals.suite import measure, suite
 from stopmim.evals.views import TrainView, View
 from stopmim.method.build import build, configure
@@ -626,22 +629,90 @@ def test_test_classes_go_by_name_and_not_by_number() -> None:
     assert straight.result.value > shifted.result.value
 
 
-def test_as_many_labels_are_noted_as_there_were() -> None:
+def test_a_class_that_training_does_not_know_is_refused_in_two_sources_as_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "images"
+    for part, n in (("train", 5), ("val", 3)):
+        for name in ("carp", "eel", "tench"):
+            (root / part / name).mkdir(parents=True)
+            for i in range(n):
+                noise = np.random.default_rng(i).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(root / part / name / f"{i}.png")
+    words = ["eval", "knn", RANDOM, "--random-inits", "0", "--train", str(root / "train")]
+    val = root / "val"
+    shutil.rmtree(val / "carp")  # a test set may lack some
+    assert main([*words, "--test", str(val)]) == 0
+    (val / "tench").rename(val / "Tench")
+    for given in ([*words, "--test", str(val)], ["eval", "knn", RANDOM, "--data", str(root)]):
+        capsys.readouterr()
+        assert main(given) == 3
+        said = f"stopmim: error: {val}: class Tench is not among those of training\n"
+        assert capsys.readouterr().err == said
+
+
+def test_chance_is_of_the_classes_in_the_test_set() -> None:
+    train, test = Coloured(60), Coloured(40, seed=1)
+    y, test_y = train.labels["class"], test.labels["class"]
+    y[:], test_y[:] = np.repeat([0, 1, 2, 3], (30, 5, 15, 10)), np.repeat([1, 2], (30, 10))
+    (found,) = measure(Inputs(Planted(), train, test), [Knn()])
+    assert found.result.chance == 0.25  # class 2: 0 is nowhere, and 1 is rarer in training
+
+
+def test_copies_of_training_images_in_the_test_set_are_warned_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train = Coloured(40)
+    test = Subset(train, range(10, 30))
+    encoder, collapsed = open_encoder(RANDOM), open_encoder(RANDOM)
+    torch.nn.init.zeros_(collapsed.norm.weight)  # type: ignore[attr-defined]
+    for one in (collapsed, encoder, encoder):  # the last time from the cache
+        measure(Inputs(one, train, test), [Knn()], aloud=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert "20 of 20 test images have exactly the features of a training image" in said[0]
+    once.cache_clear()
+    measure(Inputs(encoder, train, test), [Knn()], aloud=True)  # as in another process
+    assert "20 of 20" in capsys.readouterr().err
+    measure(Inputs(encoder, train, Coloured(20, seed=1)), [Knn()], aloud=True)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_as_many_labels_are_noted_as_there_were(capsys: pytest.CaptureFixture[str]) -> None:
     inputs = Inputs(Planted(), Coloured(20), Coloured(40, seed=1))
-    (found,) = suite(inputs, [Lowshot(per_class=1000)])
-    assert f"{np.bincount(Coloured(20).labels['class']).max()}/class" in str(found.setting)
+    counts = np.bincount(Coloured(20).labels["class"])
+    for _ in range(2):  # the second time from the cache
+        (found,) = suite(inputs, [Lowshot(per_class=1000)])
+        said = "lowshot: --per-class 1000, but the smallest class has fewer images (class "
+        said += f"{counts.min()}), all of which are used"
+        assert capsys.readouterr().err.count(said) == 1
+    assert f"{counts.max()}/class" in str(found.setting)
+    suite(inputs, [Lowshot(per_class=int(counts.min()))])
+    assert "--per-class" not in capsys.readouterr().err
+
+
+def test_few_test_images_are_said_to_tell_little_before_any_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    encoder = VisionTransformer(24, 6, width=12, depth=2, heads=2)
+    for n, twins, said in ((20, 2, True), (20, 1, False), (700, 2, False)):
+        test, request = Coloured(n, seed=1), ImageRequest(random_inits=twins)
+        suite(Inputs(encoder, Coloured(20), test, request), [Knn()])
+        first = capsys.readouterr().err.splitlines()[0]
+        assert (
+            "20 test images are few: differences to random init below about 29 points" in first
+        ) is said
 
 
 def test_a_rank_that_cannot_be_told_is_said_to_be_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    few = Coloured(Planted().width)
-    assert suite(Inputs(Planted(), Coloured(20), few), [RankMe()]) == []
-    assert "rankme: left out, " in capsys.readouterr().err
-    encoder = VisionTransformer(24, 6, 48, 1, 3)
+    few, encoder = Coloured(12), VisionTransformer(24, 6, 48, 1, 3)
     for _ in range(2):  # not once more for its untrained twin; and also of a kept answer
-        assert suite(Inputs(encoder, Coloured(20), few), [RankMe()]) == []
+        assert len(suite(Inputs(encoder, Coloured(20), few), [Knn(), RankMe()])) == 1
         assert capsys.readouterr().err.count("rankme: left out, ") == 1
+    with pytest.raises(DataError, match=r"^rankme: 12 test images cannot fill 48"):
+        suite(Inputs(encoder, Coloured(20), few), [RankMe()])  # and nothing else
 
 
 @pytest.mark.parametrize(
@@ -1032,6 +1103,38 @@ def test_the_suite_is_a_table_in_the_terminal_and_pages_in_the_run(
     for line in run.results[:-4]:
         assert f"{line['value']:.1f}" in page
     assert "tracking J&amp;F" in page
+
+
+def test_the_suite_says_that_it_replaces_pages_about_other_data(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, words = tmp_path / "evaluation.html", ["--label", "count", "--random-inits", "0"]
+    words += ["--videos", "scenes:1:24", "--layers", "last", "--out", str(tmp_path)]
+    said = []
+    for n in (30, 30, 40):
+        assert main(["eval", "suite", str(run.path), "--data", f"scenes:{n}:24", *words]) == 0
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    other = f"{path}, in place of the one on scenes:30:24:1 (30 images)"
+    assert said == [str(path), str(path), other]
+
+
+def test_the_page_of_a_suite_fits_a_laptop(tmp_path: Path) -> None:
+    one = Result("accuracy", "linear last4", "distance", 0.5, (0.4, 0.6), 1000, "held-out", 0, 0.25)
+    one = dataclasses.replace(one, train=9, setting="solved, l2 0.00316228", chance=0.2)
+    page = table.write_pages(tmp_path, [dataclasses.replace(one, difference=(-0.1, 0.3))], "x", {})
+    with Browser(tmp_path / "chromium", wide=1100) as browser:
+        browser.open(page)
+        wide = browser.ask(
+            "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.scroll'))"
+        )
+    assert wide[0] <= wide[1]
+
+
+def test_help_begins_with_the_images(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("suite", "knn", "finetune"):
+        assert main(["eval", command, "--help"]) == 0
+        found = re.findall(r"^\W*(--\w[\w-]*)", capsys.readouterr().out, re.MULTILINE)
+        assert found[:3] == ["--data", "--train", "--test"]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,10 @@ def test_the_figure_frames_neighbours_of_the_same_class(run: Run) -> None:
     want = sum(int((values[e.nearest[q]] == values[q]).sum()) for e in found.encoders for q in rows)
     assert len(framed) == want
     texts = [text.get_text() for text in neighbours.figure(found).axes[0].texts]
-    assert "49 % by chance" in texts[-1]
+    assert "of each of 40 images; 49 % by chance" in texts[-1]
+    found.images.labels["class"][:10] = -1  # of unknown class
+    texts = [text.get_text() for text in neighbours.figure(found).axes[0].texts]
+    assert "of each of 30 images (10 unlabelled: no frame); 48 % by chance" in texts[-1]
 
 
 def test_several_runs_stand_beside_the_untrained_one(run: Run, tmp_path: Path) -> None:

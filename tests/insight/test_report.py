@@ -17,6 +17,7 @@ from PIL import Image
 
 from browser import Browser
 from stopmim.base.errors import CheckpointError
+from stopmim.cli import main
 from stopmim.config.schema import from_yaml
 from stopmim.data.sources.open import open_images
 from stopmim.insight.figures import curves, similarity
@@ -402,6 +403,14 @@ def test_a_folder_that_is_no_run_is_refused(trained: Run, tmp_path: Path) -> Non
         write_report(Run(tmp_path))
 
 
+def test_a_folder_for_the_page_that_is_not_there_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "nodir" / "r.html"
+    assert main(["report", str(tmp_path / "gone"), "--out", str(out)]) == 5  # of a run: 4
+    assert capsys.readouterr().err == f"stopmim: error: {out.parent}: no such folder\n"
+
+
 # ------------------------------------------------------------------------------ in a browser
 
 
@@ -507,6 +516,22 @@ def test_hostile_text_runs_nothing_in_a_browser(
     assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
     assert browser.ask("document.querySelectorAll('[onerror], iframe').length") == 0
     assert "onerror" in browser.ask("document.querySelector('h1').textContent")
+
+
+def test_images_without_a_label_are_told_apart_from_images_of_another_class(
+    trained: Run, browser: Browser, tmp_path: Path
+) -> None:
+    images = Pixels()
+    images.labels = {"class": np.where(np.arange(32) < 12, -1, np.arange(32) % 3)}
+    page = write_report(trained, images, out=tmp_path / "page.html")
+    said = "Over the 20 images of known class (12 others have no frame, and are grey on the map);"
+    assert said in Page(page).text
+    browser.open(page)
+    legend = browser.ask("[...document.querySelectorAll('.kinds > span')].map(e => e.textContent)")
+    assert legend == [*Pixels.classes, "no label"]
+    colour = "getComputedStyle(document.querySelector('{}')).{}"
+    key = browser.ask(colour.format(".kinds .unknown", "backgroundColor"))
+    assert key == browser.ask(colour.format("circle.unknown", "fill"))
 
 
 # Elements that reach beyond the window, or whose text does not fit; code may scroll.

@@ -21,8 +21,12 @@ OTHER = "another, compared with A"
 
 def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **encoders: str) -> Any:
     """A subcommand with the options of `kinds`, those they share, and positional `encoders`."""
-    bases = (protocols.request_for(kinds), *reversed(kinds))
-    names = {f.name: f for base in bases for f in fields(base)}  # type: ignore[arg-type]
+    request = protocols.request_for(kinds)
+    shared = {f.name for f in fields(Request)}
+    images = [(f.name, f.type, f.default) for f in fields(request) if f.name not in shared]
+    # The last base comes first in the help: the images, before dozens of options.
+    bases = (request, *reversed(kinds), make_dataclass("Images", images, frozen=True))
+    names = {f.name: f for base in bases for f in fields(base)}
     own: list[Any] = [
         (f.name, Annotated[get_args(f.type)[0], option(get_args(f.type)[1])], f.default)
         for f in names.values()
@@ -63,6 +67,7 @@ class Eval:
 
 def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
     """Measures the encoder called `name` and returns a table; several protocols also make pages."""
+    from stopmim.base.console import visible
     from stopmim.evals import suite, table
 
     inputs, facts = suite.open_inputs(name, kinds, request)
@@ -74,7 +79,10 @@ def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
         parts += [table.LEGEND, *(fill(sentence, 80, break_on_hyphens=False) for sentence in said)]
     if len(kinds) > 1 and lines is not None:
         title = f"Evaluation of {Path(name).name or name}"
-        parts.append(str(table.write_pages(lines.parent, results, title, facts)))
+        before = table.replaced_data(lines.parent)
+        page = str(table.write_pages(lines.parent, results, title, facts))
+        other = before and before != facts["test_data"]
+        parts.append(f"{page}, in place of the one on {visible(before)}" if other else page)
     return "\n\n".join(parts)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from stopmim.base.errors import UserError
+from stopmim.base.errors import StorageError, UserError
 from stopmim.cli.options import choices, option
 
 Name = Literal[
@@ -101,6 +101,8 @@ class Report:
 
         if not self.runs:
             raise UserError("report: name a run directory, for example runs/first")
+        if self.out is not None and not self.out.absolute().parent.is_dir():
+            raise StorageError(f"{self.out.parent}: no such folder")  # before any work
         images = None if self.data is None else open_images(self.data)
         first, *others = map(Run, self.runs)
         print(write_report(first, images, others=others, out=self.out, show=self.show))

@@ -51,6 +51,7 @@ class Report:
     others: dict[str, int]  # files that are not read, by extension
     loose: int  # images beside class folders, without a label
     classes: dict[str, list[int]]  # label -> images per class
+    ignored: list[str] = field(default_factory=list)  # columns of a list that are no labels
     channels: list[Row] = field(default_factory=list)  # of images that are not ordinary pictures
     test: "Report | None" = None  # of the test split, if there is one
     refused: str | None = None  # why a test split cannot be opened
@@ -156,6 +157,9 @@ class Report:
             )
             for label, sizes in self.classes.items()
         ]
+        if self.ignored:
+            columns = ", ".join(self.ignored)
+            labels += [("", f"no labels: {columns}; labels are whole numbers, or named class")]
         if self.loose:
             lie = "lies" if self.loose == 1 else "lie"
             labels += [("", f"{_number(self.loose, 'image')} {lie} beside the class folders: "
@@ -290,6 +294,7 @@ def _report(
         ],
         others=getattr(whole, "others", {}),
         loose=getattr(whole, "loose", 0),
+        ignored=getattr(whole, "ignored", []),
         channels=facts.channels.rows(names) if facts.channels else [],
         # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={

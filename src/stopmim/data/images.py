@@ -5,6 +5,7 @@ Any object that satisfies `Images` works everywhere. It may also have
     classes     list of str: names of the values of the label "class"
     unreadable  list of str: files or folders that could not be read in full
     others      dict of str and int: files beside the images that are not read, by extension
+    ignored     list of str: columns of a list that are no labels
     loose       int: images beside class folders, whose "class" is -1
     label_hint  str: what to do where labels are missing
     any_order   bool: chunks are few and cheap enough to be read in any order

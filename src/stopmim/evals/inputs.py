@@ -21,6 +21,7 @@ from stopmim.data.images import Images
 from stopmim.data.skip import both_without_skipped, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images, open_test
+from stopmim.data.sources.scanning import refuse_unknown
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import split_by_class, underlying, without_loose
 from stopmim.data.survey import check_like
@@ -138,6 +139,23 @@ class Inputs:
     def test_x(self) -> Tensor:
         return self.features(self.test, self.shown.test)
 
+    @property
+    def copies(self) -> int:
+        """Test images with the features of a training image, as far as features were computed.
+
+        0 for a collapsed encoder, to which images that differ are the same.
+        """
+        if not {"train_x", "test_x"} <= vars(self).keys():
+            return 0
+        ours, theirs = (self._rows(x) for x in (self.train_x, self.test_x))
+        different = set(ours)
+        return sum(row in different for row in theirs) if 2 * len(different) > len(ours) else 0
+
+    def _rows(self, x: Tensor) -> list[bytes]:
+        """The last block of features `x`, image by image."""
+        last = np.ascontiguousarray(x[:, -self.encoder.width :].numpy())
+        return last.view(f"V{last[0].nbytes}")[:, 0].tolist()
+
     def random_views(self, count: int) -> list[Tensor]:
         """Features of `count` random views of the training images."""
         for i in range(len(self._drawn), count):
@@ -212,7 +230,17 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
     train, test = _open_pair(encoder, request)
     for part in (train, test):
         check_like(part, stats_for(encoder))
+    if "class" in (request.label or ("class",)):
+        _check_classes(train, test, request.test or request.data)
     return _labelled(train), _labelled(test)
+
+
+def _check_classes(train: Images, test: Images, name: str | None) -> None:
+    """Refuses test images of a named class that training does not know: none could be right."""
+    ours, theirs = (getattr(images, "classes", []) for images in (train, test))
+    if ours and theirs and ours != theirs and "class" in test.labels:
+        present = np.unique(test.labels["class"]).tolist()
+        refuse_unknown(name or "test images", [theirs[i] for i in present if i >= 0], ours)
 
 
 def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:

@@ -41,7 +41,7 @@ class Result:
     setting: str | None = None  # the chosen setting
     unit: Unit = "percent"  # in JSON, and wherever it is shown
     difference: tuple[float, float] | None = None  # 99 % interval of value - random_init
-    chance: float | None = None  # if always the most frequent class were answered
+    chance: float | None = None  # one answer for all test images, see suite.py
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more keys of the line
 
     def as_dict(self) -> dict[str, Any]:

@@ -5,12 +5,15 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache as once
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stopmim.base.console import busy, say
-from stopmim.base.errors import UserError
+import torch
+
+from stopmim.base.console import busy, say, warn
+from stopmim.base.errors import DataError, UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import read_regular
 from stopmim.data.images import Images
@@ -21,9 +24,10 @@ from stopmim.evals.paired import beside_random_init
 from stopmim.evals.protocols import SUITE
 from stopmim.evals.protocols.protocol import Protocol
 from stopmim.evals.request import ImageRequest, Request
-from stopmim.evals.results import Measured, Result
+from stopmim.evals.results import Z99, Measured, Result
 from stopmim.runs.verdict import RANDOM_INIT
 
+COARSE = 0.05  # half an interval that is said in advance
 Quantity = tuple[str, str, str, str]  # name, protocol, label, selection
 
 
@@ -37,15 +41,17 @@ def evaluate(
 
 def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Result]:
     """Results of `protocols`, by default SUITE, each beside that of untrained networks."""
-    possible = []
-    for protocol in [kind() for kind in SUITE] if protocols is None else protocols:
-        if obstacle := protocol.obstacle(inputs):
-            say(f"{protocol.name}: left out, {obstacle}")
-        else:
-            possible.append(protocol)
-    ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
+    wanted = [kind() for kind in SUITE] if protocols is None else protocols
+    obstacles = [(protocol, protocol.obstacle(inputs)) for protocol in wanted]
+    possible = [protocol for protocol, obstacle in obstacles if not obstacle]
+    if wanted and not possible:
+        raise DataError("; ".join(f"{p.name}: {obstacle}" for p, obstacle in obstacles))
+    say(*(f"{p.name}: left out, {obstacle}" for p, obstacle in obstacles if obstacle))
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
+    if paired and inputs.labels and inputs.random_inits > 1:  # wrong labels are an error first
+        _say_what_may_not_be_told(len(inputs.test))
+    ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     beside = [p for p in possible if p.compared]
     total = inputs.random_inits if paired else min(1, len(beside))
     for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
@@ -53,6 +59,14 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
         for measured in measure(twin, paired if i else beside):
             before.setdefault(quantity(measured.result), []).append(measured)
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
+
+
+def _say_what_may_not_be_told(n: int) -> None:
+    """Says before any work what `n` test images are too few for."""
+    half = Z99 * 0.5 / math.sqrt(max(1, n))  # 0.5: deviation of right or wrong, by even chances
+    if half > COARSE:
+        points = f"differences to {RANDOM_INIT} below about {100 * half:.0f} points"
+        say(f"{n:,} test images are few: {points} may not be distinguishable")
 
 
 def _beside(ours: Measured, before: Sequence[Measured]) -> Result:
@@ -82,7 +96,7 @@ def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) 
     groups = [together, *([p] for p in protocols if p not in together)]
     found = []
     for group in filter(None, groups):
-        for measured in _measure(inputs, group):
+        for measured in _measure(inputs, group, aloud):
             found.append(measured)
             faultpoint("eval.measured")
             if aloud:
@@ -100,16 +114,19 @@ def described(result: Result) -> str:
     return f"{what}: {100 * result.value:.1f} %{chance}"
 
 
-def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
+def _measure(inputs: Inputs, protocols: list[Protocol], aloud: bool) -> Iterator[Measured]:
     labelled = [p for p in protocols if p.needs == "labels"]
     labels = inputs.labels if labelled else []  # wrong ones are reported before any work
     key = _cache_key(inputs, protocols, labels)
     if key is not None and (cached := cache.load("answers", key)):
         tensors, text = cached
-        for i, fields in enumerate(json.loads(text)):
+        kept = json.loads(text)
+        for i, fields in enumerate(kept["results"]):
             interval = fields.pop("interval")  # JSON made a list of it
             result = Result(**fields, interval=interval and tuple(interval))
             yield Measured(result, tensors.get(str(i)))
+        if aloud:
+            _warn_of_copies(kept["copies"], len(inputs.test), inputs.test.fingerprint)
         return
     found = []
     questions = [(p, label) for label in labels for p in labelled]
@@ -126,13 +143,27 @@ def _measure(inputs: Inputs, protocols: list[Protocol]) -> Iterator[Measured]:
             result = dataclasses.replace(answer[0], chance=chance, facts=facts)
             found.append(Measured(result, answer[1]))
             yield found[-1]
+    copies = inputs.copies
+    if aloud:
+        _warn_of_copies(copies, len(inputs.test), inputs.test.fingerprint)
     if key is not None:
-        text = json.dumps([dataclasses.asdict(m.result) for m in found])
+        results = [dataclasses.asdict(m.result) for m in found]
+        text = json.dumps({"results": results, "copies": copies})
         # Cloned: these are rows of one tensor, which would be stored whole.
         correct_of = {
             str(i): m.correct.clone() for i, m in enumerate(found) if m.correct is not None
         }
         cache.store("answers", key, correct_of, text)
+
+
+@once
+def _warn_of_copies(copies: int, n: int, fingerprint: str) -> None:
+    """Says once for the test images of this `fingerprint` that some are in training as well."""
+    if copies:
+        warn(
+            f"{copies:,} of {n:,} test images have exactly the features of a training image, as "
+            f"copies do, which makes numbers too high; `stopmim check` lists them for --skip"
+        )
 
 
 def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +178,10 @@ def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chance(inputs: Inputs, label: str) -> float:
-    """Accuracy if the most frequent class of the training images were always the answer."""
+    """Accuracy of one answer for all test images: of their classes, the commonest in training."""
     y, test_y = inputs.labels_of(label)
-    return int((test_y == y.mode().values).sum()) / len(test_y)
+    known = y[torch.isin(y, test_y)]
+    return int((test_y == known.mode().values).sum()) / len(test_y) if len(known) else 0.0
 
 
 def _cache_key(inputs: Inputs, protocols: list[Protocol], labels: list[str]) -> str | None:

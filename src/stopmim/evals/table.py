@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from stopmim.base.files import write_whole
+from stopmim.base.files import read_regular, write_whole
 from stopmim.base.tables import aligned, markdown
 from stopmim.evals.compare import Comparison
 from stopmim.evals.results import Result
@@ -20,9 +20,9 @@ RIGHT |= {f"{LEVEL} % interval"}
 WIDE = {"95 % interval", "n", "setting", "p"}  # columns that a terminal has no room for
 LEGEND = f"""\
 Percent, except the effective rank (rankme). Random: the mean of untrained
-networks of this architecture. Chance: the most frequent class for all images.
-Difference: value - random, {PM} its {LEVEL} % interval. Verdict: against {RANDOM_INIT},
-by that interval."""
+networks of this architecture. Chance: one class for all images, that of the
+test set which is most frequent in training. Difference: value - random, {PM} its
+{LEVEL} % interval. Verdict: against {RANDOM_INIT}, by that interval."""
 PAIRED = f"""\
 Percent. The {LEVEL} % interval of B - A is over these test images, not over training
 seeds: it tells the two encoders apart, not the methods behind them."""
@@ -93,6 +93,15 @@ def conclusions(results: Sequence[Result], facts: Mapping[str, Any]) -> list[str
     """A sentence per data set that counts the verdicts."""
     lines = [dict(facts) | result.as_dict() for result in results]
     return [*(tally.sentence for tally in tallies(lines)), *resolution(lines)]
+
+
+def replaced_data(folder: Path) -> str:
+    """The test images that the pages in `folder` are about; "" if there are none."""
+    try:
+        found = json.loads(read_regular(folder / "evaluation.json"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(found.get("test_data", "")) if isinstance(found, dict) else ""
 
 
 def write_pages(

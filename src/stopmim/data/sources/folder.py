@@ -29,6 +29,7 @@ from stopmim.data.sources.scanning import (
     describe_others,
     pack_counts,
     path_classes,
+    refuse_unknown,
     scan,
     unpack_counts,
 )
@@ -65,6 +66,7 @@ class Files(FileImages):
         self._root = os.fsencode(self.root) + b"/"
         self.labels: dict[str, np.ndarray] = {}
         self.classes: list[str] = []
+        self.ignored: list[str] = []
 
     def _label(
         self, name: str, found: list[str], label: np.ndarray, classes: Sequence[str]
@@ -72,8 +74,7 @@ class Files(FileImages):
         """Numbers the classes `found`, which `label` (n,) indexes, as in `classes` if given."""
         self.classes = list(classes) or (found if len(found) > 1 else [])
         if found and self.classes:
-            if unknown := sorted(set(found) - set(self.classes)):
-                raise DataError(f"{name}: class {unknown[0]} is not among those of training")
+            refuse_unknown(name, found, self.classes)
             # Maps the classes found here to the given ones: a test set may lack some.
             numbers = np.array([self.classes.index(c) for c in found], np.int64)
             self.labels = {"class": np.append(numbers, -1)[label]}

@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections import Counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from stopmim.data.sources.source import MAX_FILE, Source, Split, printable, refu
 
 _IMAGENET = re.compile(rb"(n\d{8})_[^/]*")
 _INTEGER = re.compile(rb"-?\d{1,18}")
+_NUMBER = re.compile(rb"[-+]?[\d.]+(e[-+]?\d+)?|nan|", re.IGNORECASE)  # or none
 
 
 class Labelled(Protocol):
@@ -53,7 +54,7 @@ def _open_list(path: str, root: str) -> Files:
         data = read_regular(path, MAX_FILE)
     except OSError as error:
         raise DataError(f"{name}: this list cannot be read: {error.strerror}") from None
-    paths, labels = parse_list(name, data)
+    paths, labels, ignored = parse_list(name, data)
     is_flat = os.path.exists(os.path.join(root, os.fsdecode(paths[0])))
     if not is_flat and all(map(_IMAGENET.fullmatch, paths)):
         paths = [p.partition(b"_")[0] + b"/" + p for p in paths]
@@ -63,6 +64,7 @@ def _open_list(path: str, root: str) -> Files:
     if not os.path.isdir(root):
         raise DataError(f"{printable(root)}: no such folder; {name} names files in it")
     files = Files(root, paths)
+    files.ignored = ignored
     files.label_hint = f"give each line of {name} a label: PATH,LABEL, or a column called label"
     if labels is not None:
         add_labels(files, labels)
@@ -89,7 +91,12 @@ def _number(files: Labelled, classes: list[str], labels: list[bytes]) -> None:
     files.labels["class"] = np.array([index[printable(label)] for label in labels], np.int64)
 
 
-Parsed = tuple[list[bytes], dict[str, list[bytes]] | None]  # paths; labels, None: not in the list
+class Parsed(NamedTuple):
+    """What a list says."""
+
+    paths: list[bytes]
+    labels: dict[str, list[bytes]] | None  # None: not in the list
+    ignored: list[str]  # columns that are no labels
 
 
 def parse_list(name: str, data: bytes) -> Parsed:
@@ -105,7 +112,7 @@ def _read_table(name: str, data: bytes) -> Parsed | None:
     """Paths and labels of a CSV file with a header; None if the first line is no header.
 
     The paths are the first column of image files. Labels are the columns of integers, and one of
-    text: called class, label, labels or y, or the only one beside the paths.
+    text: called class, label, labels or y, or the only one beside the paths and decimal numbers.
     """
     text = data.decode("utf-8", "surrogateescape")  # a path may be any bytes
     first = text.lstrip().partition("\n")[0]
@@ -130,10 +137,13 @@ def _read_table(name: str, data: bytes) -> Parsed | None:
             f"{name}: in none of the columns {', '.join(names)} is every value an image file"
         )
     paths = columns.pop(files)
-    if len(columns) == 1:
-        columns = {"class": next(iter(columns.values()))}
-    labels = {k: v for k, v in columns.items() if k == "class" or all(map(_INTEGER.fullmatch, v))}
-    return paths, labels if columns else None
+    whole = [k for k, values in columns.items() if all(map(_INTEGER.fullmatch, values))]
+    worded = [k for k, v in columns.items() if k == "class" or not all(map(_NUMBER.fullmatch, v))]
+    if len(columns) == 1 or (len(worded) == 1 and not whole):
+        only = (worded or [*columns])[0]
+        return Parsed(paths, {"class": columns.pop(only)}, [*columns])
+    labels = {k: v for k, v in columns.items() if k == "class" or k in whole}
+    return Parsed(paths, labels if columns else None, [k for k in columns if k not in labels])
 
 
 def _is_image(cell: bytes) -> bool:
@@ -144,12 +154,12 @@ def _is_image(cell: bytes) -> bool:
 def _split_lines(name: str, lines: list[bytes]) -> Parsed:
     """Paths and labels of the lines; no labels if every line is an image file."""
     if all(map(_is_image, lines)):
-        return lines, None
+        return Parsed(lines, None, [])
     for separator in (b"\t", b",", b" "):
         if all(separator in line for line in lines):
             pairs = [line.rpartition(separator) for line in lines]
             labels = [label.strip() for _, _, label in pairs]
-            return [p.strip() for p, _, _ in pairs], {"class": labels}
+            return Parsed([p.strip() for p, _, _ in pairs], {"class": labels}, [])
     odd = next(line for line in lines if not _is_image(line))
     raise DataError(
         f"{name}: {printable(odd[:100])}: neither an image file nor, as all lines must be then, "

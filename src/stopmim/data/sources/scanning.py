@@ -2,11 +2,12 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from stopmim.base.errors import DataError
 from stopmim.data.decode import EXTENSIONS, READS_HEIC
 from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.source import PackedPaths, printable
@@ -95,6 +96,12 @@ def path_classes(paths: Sequence[bytes]) -> tuple[PackedPaths, np.ndarray]:
     names = sorted(set(firsts) - {b""})
     index = {name: i for i, name in enumerate(names)} | {b"": -1}
     return PackedPaths.pack(names), np.fromiter(map(index.__getitem__, firsts), np.int64)
+
+
+def refuse_unknown(name: str, found: Iterable[str], classes: Iterable[str]) -> None:
+    """Raises DataError if test images called `name` have classes that training does not know."""
+    if unknown := sorted({*found} - {*classes}):
+        raise DataError(f"{name}: class {unknown[0]} is not among those of training")
 
 
 def _extension(name: bytes) -> str:

@@ -155,7 +155,7 @@ class RemoteList:
     def __init__(self, place: str) -> None:
         is_remote, name = is_url(place), printable(place)
         data = fetch_small(place, MAX_LIST) if is_remote else read_bytes(Path(place))
-        lines, labels = parse_list(name, data)
+        lines, labels, self.ignored = parse_list(name, data)
         folder = _folder(place) if is_remote else ""
         self.urls = [_resolve(name, folder, line) for line in lines]
         url, times = Counter(self.urls).most_common(1)[0]

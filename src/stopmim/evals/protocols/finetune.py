@@ -50,6 +50,10 @@ class Finetune(FewLabels, Selecting):
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(TUNINGS[self.recipe_for(width)], **changes)
 
+    def obstacle(self, inputs: Inputs) -> str:
+        self.tuning(inputs.encoder.width)  # a wrong option is an error before anything is said
+        return super().obstacle(inputs)
+
     def facts(self, inputs: Inputs) -> dict[str, Any]:
         return {"recipe": self.recipe_for(inputs.encoder.width)}
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from stopmim.base.errors import DataError, UserError
+from stopmim.base.errors import DataError, UserError, check_least
 from stopmim.evals.protocols.protocol import FewLabels, Inputs, Measured
 from stopmim.evals.recipes import LAMBDA
 
@@ -21,6 +21,8 @@ class Lowshot(FewLabels):
     """as the released code: test features standardised by themselves, images resized to SIZE"""
 
     def __post_init__(self) -> None:
+        if self.list is None:
+            check_least(self, per_class=1)
         if not 1e-12 <= self.lambd <= 1e12:
             raise UserError(f"--lambd {self.lambd:g}: expected a number from 1e-12 to 1e12")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from stopmim.base.console import say
 from stopmim.evals.recipes import TaskName
 from stopmim.evals.results import Measured as Measured
 from stopmim.evals.results import Reading
@@ -82,6 +83,12 @@ class FewLabels(Protocol):
 
         if self.list is not None:  # what is wrong with a list is said before any work
             check_named(inputs.train, self.list, inputs.labels)
+            return ""
+        counts = [(x, inputs.labels_of(x)[0].unique(return_counts=True)[1]) for x in inputs.labels]
+        least = [f"{label} {n}" for label, c in counts if (n := int(c.min())) < self.per_class]
+        if least:
+            few = f"the smallest class has fewer images ({', '.join(least)}), all of which are used"
+            say(f"{self.name}: --per-class {self.per_class}, but {few}")
         return ""
 
     def choose(self, inputs: Inputs, label: str) -> tuple[Sequence[int], str]:

@@ -138,6 +138,11 @@ class Kinds(NamedTuple):
     names: list[str]  # of the colours
     of: np.ndarray  # (n,) index into names; -1: unknown
 
+    @property
+    def unknown(self) -> int:
+        """Images that have no such label: they are neither framed nor counted."""
+        return int((self.of < 0).sum())
+
 
 def kinds(images: Subset) -> list[Kinds]:
     """The labels of `images` that divide them into classes; "class" comes first."""
@@ -200,7 +205,9 @@ def figure(found: Neighbours) -> Figure:
                 _draw(axes, shown[i], start + x, y, framed=alike)
     if label:
         said = f"framed: same {label.label}; shares are of the {k} neighbours of each of "
-        said += f"{len(shown)} images; {100 * by_chance(label.values):.0f} % by chance"
+        rest = f" ({label.unknown} unlabelled: no frame)" if label.unknown else ""
+        said += f"{len(shown) - label.unknown} images{rest}; "
+        said += f"{100 * by_chance(label.values):.0f} % by chance"
         axes.text(0.03, len(rows) + 0.22, said)
     if found.caption:
         axes.text(0.03, len(rows) + (0.47 if label else 0.22), found.caption)

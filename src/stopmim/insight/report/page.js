@@ -262,9 +262,11 @@
 
     function show() {
       for (const map of maps) map.colour(state.kind);
-      names.replaceChildren(...(state.kind ? state.kind.names : []).map((name, i) => {
+      const known = state.kind ? state.kind.names.map((name, i) => [`kind-${i}`, name]) : [];
+      if (state.kind && state.kind.of.some((i) => i < 0)) known.push(["unknown", "no label"]);
+      names.replaceChildren(...known.map(([colour, name]) => {
         const item = element("span");
-        item.append(element("span", { class: `key kind-${i}` }), name);
+        item.append(element("span", { class: `key ${colour}` }), name);
         return item;
       }));
       gallery.replaceChildren(...given.queries.map((query) => neighbourhood(given, query, state.kind)));
