@@ -28,7 +28,7 @@ import torch
 from stopmim._version import __version__
 from stopmim.base.console import say
 from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
-from stopmim.base.files import append_jsonl, read_jsonl, sweep, write_whole
+from stopmim.base.files import append_jsonl, read_jsonl, remove, sweep, write_whole
 from stopmim.base.secrets import hide
 from stopmim.config.schema import Config
 from stopmim.data.content import digests
@@ -126,8 +126,12 @@ def begin(
     folder = _folder_to_save_to(path)
     saved = any(folder.glob("step-*"))
     if file.exists() and not saved and _differs(path, config, images):
+        bad = path / "bad_files.jsonl"  # of those other images
+        if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
+            raise UserError(f"{bad}: data.skip is the list of this run itself; choose another --out")
         say(f"{path}: begins anew, with another config or other images; nothing had been saved")
         file.unlink()
+        remove(bad)
     if file.exists():
         about = begun(path)
         _same_config(path, about["config"], config)
