@@ -128,7 +128,9 @@ def begin(
     if file.exists() and not saved and _differs(path, config, images):
         bad = path / "bad_files.jsonl"  # of those other images
         if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
-            raise UserError(f"{bad}: data.skip is the list of this run itself; choose another --out")
+            raise UserError(
+                f"{bad}: data.skip is the list of this run itself; choose another --out"
+            )
         say(f"{path}: begins anew, with another config or other images; nothing had been saved")
         file.unlink()
         remove(bad)
