@@ -161,7 +161,7 @@ def test_the_code_of_a_card_runs_from_top_to_bottom(
     Image.fromarray(NoiseImages(1).images[0]).save(photo)
     names = run_code("".join(blocks_of(exports[to])), exports[to], monkeypatch)
     if to == "ijepa":
-        assert names["weights"].keys() == weights_of(run.encoder()).keys()
+        assert "blocks.0.attn.qkv.weight" in names["weights"]
     else:
         with torch.no_grad():
             want = stopmim.load_encoder(run.path).features(photo)

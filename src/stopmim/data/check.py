@@ -12,6 +12,7 @@ import numpy as np
 
 from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.tables import counted
 from stopmim.config.schema import Config
 from stopmim.data.content import Comparison, compare_content
 from stopmim.data.duplicates import groups
@@ -107,6 +108,8 @@ class Report:
             return f"fit for training, but not for evaluation: test split {self.test.verdict}"
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
+        if self.images * self.config.data.crops_per_image == 1:
+            return "readable, but nothing can be learned from a single image"
         if self.leaked:
             return "usable, but leave the leaked images out of evaluation: eval --skip FILE"
         if self.bad or (self.test and self.test.bad):
@@ -152,13 +155,13 @@ class Report:
         labels = [
             (
                 "labels",
-                f"{label}: {_number(len(sizes), 'value')}, {_range(sizes, 'image', ' each')}",
+                f"{label}: {counted(len(sizes), 'value')}, {_range(sizes, 'image', ' each')}",
             )
             for label, sizes in self.classes.items()
         ]
         if self.loose:
             lie = "lies" if self.loose == 1 else "lie"
-            labels += [("", f"{_number(self.loose, 'image')} {lie} beside the class folders: "
+            labels += [("", f"{counted(self.loose, 'image')} {lie} beside the class folders: "
                             f"for pretraining only, without a label")]  # fmt: skip
         broken = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
         broken += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
@@ -179,7 +182,7 @@ class Report:
         rows += [("", " ~ ".join(group[:3])) for group in self.near[:GROUPS]]
         if self.long:
             lose = "loses" if len(self.long) == 1 else "lose"
-            rows += [("crop", f"{_number(len(self.long), 'image')} {lose} more than half to the "
+            rows += [("crop", f"{counted(len(self.long), 'image')} {lose} more than half to the "
                               f"square crop of evaluation")]  # fmt: skip
             rows += [("", name) for name in self.long[:GROUPS]]
         return rows
@@ -189,7 +192,7 @@ class Report:
         if not self.leaked or not self.test:
             return [("leakage", "none: no test image is a copy of a training image")]
         equal = sum(same for _, _, same in self.leaked)
-        of = f"{len(self.leaked):,} of {_number(len(self.test.sides), 'test image')}"
+        of = f"{len(self.leaked):,} of {counted(len(self.test.sides), 'test image')}"
         kinds = f"{equal:,} the same, {len(self.leaked) - equal:,} nearly"
         rows = [("leakage", f"{of} are copies of training images ({kinds}); --fix-list FILE "
                             f"lists them for eval --skip FILE")]  # fmt: skip
@@ -311,10 +314,6 @@ def _leaked(
         if twin is not None:
             found.append((test.name(i), train.name(twin), same in known[0]))
     return found
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _range(values: list[int], noun: str, each: str = "") -> str:

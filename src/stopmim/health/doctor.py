@@ -68,7 +68,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
-        at += "" if self.total is None else f" of {self.total}"
+        at += "" if self.step is None or self.total is None else f" of {self.total}"
         said = [f"{self.verdict}{at}: {self.because}", *self.use]
         # A command stays in one piece.
         lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in said]
@@ -237,8 +237,10 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     run = Run(path)
     metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):
-        why = "this run has measured nothing (runtime.health_every); give --data IMAGES"
-        raise UserError(f"{path}: {why}")
+        why = "this run has measured nothing (runtime.health_every)"
+        if run.config.runtime.health_every != 0:
+            why = "it has one image, which does not show how images differ"
+        raise UserError(f"{path}: {why}; give --data IMAGES")
     return diagnose_run(run)
 
 
