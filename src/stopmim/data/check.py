@@ -58,6 +58,7 @@ class Report:
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
     """test images that are also in training: name, name of the training image, whether equal"""
     comparison: Comparison | None = None  # of the content with that of another time
+    listed: bool = False  # whether there is a list of the images to leave out now
 
     @property
     def problem(self) -> str | None:
@@ -100,6 +101,8 @@ class Report:
     @property
     def verdict(self) -> str:
         batch = self.config.optim.batch_size
+        if self.listed and self.problem and self.only_broken:
+            return "usable without the images on the list"
         if self._unreadable:
             return "not usable: " + ("too many are broken" if self.sides else "none can be read")
         if self.refused:
@@ -255,6 +258,7 @@ def check(
         report = replace(report, test=reports[1], leaked=leaked)
     if fix_list is not None:
         write_list(fix_list, report.bad, report.test_bad)
+        report = replace(report, listed=True)
     return report
 
 

@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from stopmim.base.errors import CheckpointError
@@ -42,9 +43,11 @@ def begun(path: Path) -> About:
     about = read_about(path)
     if not is_complete(about):
         what = "run.json is not as stopmim writes it"
-        raise CheckpointError(f"{path}: not a run directory: {what}; see stopmim repair {path}")
+        raise CheckpointError(
+            f"{path}: not a run directory: {what}; see stopmim repair {quote(str(path))}"
+        )
     if problem := broken_seal(about):
-        what = f"{problem}: undo the change, or restore it with stopmim repair {path}"
+        what = f"{problem}: undo the change, or restore it with stopmim repair {quote(str(path))}"
         raise CheckpointError(f"{path / 'run.json'}: {what}")
     return about
 

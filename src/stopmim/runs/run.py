@@ -20,6 +20,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -145,7 +146,7 @@ def begin(
         _same_content(path, old.get("sample"), reader)
         about["starts"].append(start)
     elif saved:
-        what = f"restore it with stopmim repair {path}, or choose another --out"
+        what = f"restore it with stopmim repair {quote(str(path))}, or choose another --out"
         raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
     else:
         data["sample"] = digests(reader, evenly_spaced(len(images), SAMPLE))
@@ -162,7 +163,7 @@ def _folder_to_save_to(path: Path) -> Path:
         raise UserError(f"{path}: the name is not UTF-8; choose another --out") from None
     folder = path / "checkpoints"
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-        what = f"is no folder to save to; remove it, or see stopmim repair {path}"
+        what = f"is no folder to save to; remove it, or see stopmim repair {quote(str(path))}"
         raise StorageError(f"{folder}: {what}")
     return folder
 
@@ -192,10 +193,11 @@ def _same_content(path: Path, sample: object, reader: Reader) -> None:
     found = digests(reader, list(known))
     changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
+        compare = f"stopmim check DATA --against {quote(str(path))}"
         raise DataError(
             f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
             f"content than at the first start, such as {reader.images.name(changed[0])}; put them "
-            f"back, or choose another --out; stopmim check DATA --against {path} compares all"
+            f"back, or choose another --out; {compare} compares all"
         )
 
 
