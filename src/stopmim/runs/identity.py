@@ -13,9 +13,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from stopmim.base.errors import CheckpointError
+from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.files import read_regular
 from stopmim.config.schema import MOST_THREADS, Config, flatten
+from stopmim.data.loading import steps_per_epoch
 
 About = dict[str, Any]  # run.json
 
@@ -61,6 +62,15 @@ def is_complete(about: About) -> bool:
         }:
             return type(threads) is int and 1 <= threads <= MOST_THREADS
     return False
+
+
+def planned(about: About) -> int | None:
+    """Updates of the whole run; None if run.json, which may hold anything, does not say."""
+    try:
+        config = Config.model_validate_json(json.dumps(about["config"]))
+        return config.optim.epochs * steps_per_epoch(range(about["data"]["images"]), config)
+    except (UserError, KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def sealed(about: About) -> About:

@@ -65,7 +65,7 @@ def settle(
     if is_first_rank() and not resumed:
         if preset is None:
             say(f"preset {found.preset} for {found.where}: {found.lasts}")
-        for text in warnings(found):
+        for text in warnings(found) if found.per_epoch else []:  # or an error follows
             warn(text)
     return found.config
 
