@@ -177,9 +177,11 @@ def test_one_photograph_is_one_and_not_called_usable(
     assert main(["check", str(photos), "--runtime.device", "cpu", "--runtime.workers", "0"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "verdict readable, but nothing can be learned from a single image" in text
-    assert "of 1 update with 1 image" in text
-    assert "1 image is few to learn from" in text
-    assert not re.search(r"\b1 (images|updates|epochs)", text)
+    assert "stopmim pretrain" not in text
+    plan = plan_run("photos_cpu", {"optim.epochs": 1}, replace(PHOTOS, count=1), CPU)
+    assert plan.what.endswith(" 1 epoch of 1 update with 1 image")
+    assert plan.where.startswith("1 image of 335 px")
+    assert "1 image is few to learn from" in " ".join(advice.warnings(plan))
 
 
 def test_a_batch_is_cut_until_it_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

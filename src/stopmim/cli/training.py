@@ -74,7 +74,8 @@ class Check:
             print(f"\nwrote {self.fix_list}: {count:,} images to leave out, with")
             name = shlex.quote(str(self.fix_list))
             print(f"pretrain --data.skip {name} and eval --skip {name}")
-        if report.problem:  # solved by the list, which a recommended command would have to name
+        # A problem is solved by the list, which a recommended command would have to name.
+        if report.problem or plan.facts.count == 1:
             return
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
 

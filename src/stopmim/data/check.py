@@ -112,7 +112,8 @@ class Report:
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
         if self.images * self.config.data.crops_per_image == 1:
-            return "readable, but nothing can be learned from a single image"
+            parts = "of a large one, train on parts: --data.crops_per_image"
+            return f"readable, but nothing can be learned from a single image; {parts}"
         if self.leaked:
             return "usable, but leave the leaked images out of evaluation: eval --skip FILE"
         if self.bad or (self.test and self.test.bad):
