@@ -100,7 +100,8 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("pretrain x --optim.lr --out y", 2, "--optim.lr: a value is missing"),
         ("pretrain {tmp}/a.JPG --out y", 3, "a.JPG: not a source of images; give the folder that"),
         ("check {tmp}/*.png", 3, "*.png: not a source of images; give the folder that the images"),
-        ("inspect {tmp}/onnx", 4, "onnx: an ONNX export, which stopmim does not read; give what"),
+        ("inspect {tmp}/onnx", 4, "onnx: ONNX is written and not read by stopmim; give what it"),
+        ("inspect {tmp}/onnx/model.onnx", 4, "model.onnx: ONNX is written and not read by stopmim"),
         ("doctor {tmp}/run", 4, "run: not a run directory: no such folder"),
         ("pretrain x --out {tmp}/run --positions.sgima 1", 2, 'did you mean "positions.sigma"?'),
         (

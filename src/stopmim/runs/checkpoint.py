@@ -239,9 +239,6 @@ def load_model(path: Path) -> MaskedImageModel:
 
 
 def _load_model(path: Path) -> MaskedImageModel:
-    if (path / "model.onnx").exists():
-        what = "an ONNX export, which stopmim does not read; give what it was exported from"
-        raise CheckpointError(f"{path}: {what}")
     if not (path / "manifest.json").exists():
         raise CheckpointError(
             f"{path}: neither a run, nor one of its checkpoints (no manifest.json), nor a folder "
