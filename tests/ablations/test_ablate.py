@@ -84,7 +84,7 @@ def test_data_in_one_part_are_told_the_way_out_that_ablate_has(tmp_path: Path) -
 
 def test_a_misspelt_row_is_noticed_before_any_image_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r'--rows stoP: no such row; did you mean "StoP"\?; there are sine'
+        UserError, match=r'--rows stoP: no such row; did you mean "StoP"\? there are sine'
     ):
         plan("positions", tmp_path, data=str(tmp_path / "gone"), rows=["stoP"])
 

@@ -22,7 +22,7 @@ from stopmim.base.console import Ticker, say
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
 from stopmim.config.presets import PRESETS
-from tiny import write_folder
+from tiny import tiny, write_folder
 
 TINY = [
     *("--preset", "tiny_cpu", "--arch", "vit_micro4", "--image-size", "24"),
@@ -38,7 +38,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("pretain x", 2, 'error: no command "pretain"; did you mean "pretrain"?; there are demo'),
+        ("pretain x", 2, 'error: no command "pretain"; did you mean "pretrain"? there are demo'),
         ("eval runs/x", 2, 'error: eval: no command "runs/x"; there are knn, linear'),
         ("eval --data x", 2, 'error: eval: no command "--data"; there are knn, linear'),
         ("eval", 2, "error: eval: a command is missing; there are knn, linear"),
@@ -52,7 +52,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("check x --limit two", 2, "error: --limit: expected a whole number, got 'two'; see"),
         ("eval finetune x --lr y", 2, "error: --lr: expected a number, got 'y'; see stopmim eval"),
         ("eval knn x --hold-out", 2, "error: --hold-out: a value is missing; see stopmim eval knn"),
-        ("pretrain x --outt y", 2, 'pretrain: no option --outt; did you mean "--out"?; see'),
+        ("pretrain x --outt y", 2, 'pretrain: no option --outt; did you mean "--out"? see'),
         (
             "pretrain x --batch-size 8",
             2,
@@ -69,7 +69,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
         ("ablate tracking --video-size 0 --dry-run", 2, "--video-size 0: expected 1 or more"),
-        ("ablate positons", 2, 'no such table; did you mean "positions"?; there are positions'),
+        ("ablate positons", 2, 'no such table; did you mean "positions"? there are positions'),
         (
             "demo --out {tmp}/run --optim.epochs x",
             2,
@@ -81,11 +81,28 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("pretrain scenes:16:24", 2, "pretrain: --out is missing"),
         ("pretrain x --out y --slurm 1x1", 2, "pretrain: --slurm needs --preset: the choice"),
         ("pretrain x --out y --preset nope", 2, "nope: no such preset or file; presets are"),
-        ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"?; presets are'),
+        ("pretrain x --out y --preset tiny_cpuu", 2, 'did you mean "tiny_cpu"? `stopmim presets`'),
         ("pretrain x --out y --preset my.yaml", 2, "my.yaml: no such file; `stopmim presets`"),
         ("report {tmp}/run", 4, "run: not a run directory: no such folder"),
         ("report {tmp}/empty", 4, "not a run directory: there is no run.json in it"),
-        ("doctor {tmp}/run", 2, "run: not a run directory: no such folder"),
+        ("presets nothing", 2, "nothing: no such preset; presets are photos_s16, photos_b16"),
+        ("pretrain x --sigma 1 --out y", 2, 'no option --sigma; did you mean "--positions.sigma"?'),
+        (
+            "pretrain x --optim.ema 0.99 --out y",
+            2,
+            "--optim.ema 0.99: expected two values, such as",
+        ),
+        (
+            "pretrain x --out y --optim.ema 0.99",
+            2,
+            "--optim.ema 0.99: expected two values, such as",
+        ),
+        ("pretrain x --optim.lr --out y", 2, "--optim.lr: a value is missing"),
+        ("pretrain {tmp}/a.JPG --out y", 3, "a.JPG: not a source of images; give the folder that"),
+        ("check {tmp}/*.png", 3, "*.png: not a source of images; give the folder that the images"),
+        ("inspect {tmp}/onnx", 4, "onnx: ONNX is written and not read by stopmim; give what it"),
+        ("inspect {tmp}/onnx/model.onnx", 4, "model.onnx: ONNX is written and not read by stopmim"),
+        ("doctor {tmp}/run", 4, "run: not a run directory: no such folder"),
         ("pretrain x --out {tmp}/run --positions.sgima 1", 2, 'did you mean "positions.sigma"?'),
         (
             "pretrain x --out {tmp}/run --positions.sigma -1",
@@ -118,12 +135,18 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ("eval knn random:vit_micro8@24 --seed -1", 2, "--seed -1: expected 0 or more"),
         ("pretrain scenes:16:24 --out {tmp}/file", 5, "file: cannot write here"),
         ("pretrain scenes:16:24 --out {tmp}/run --preset tiny_cpu", 3, "do not fill one batch"),
+        (
+            "pretrain scenes:16:24 --out {tmp}/run --preset photos_cpu --optim.batch_size 500 "
+            "--runtime.device cpu",
+            3,
+            "16 images do not fill one batch of 500",
+        ),
         ("pretrain scenes:16:24 --out {tmp}/run --runtime.device cuda --preset tiny_cpu", 2, "GPU"),
         ("presets --seed 1", 2, "presets: takes no config key"),
         (
             "presets tiny_cpuu",
             2,
-            'no such preset; did you mean "tiny_cpu"?; presets are photos_s16',
+            'no such preset; did you mean "tiny_cpu"? `stopmim presets` lists them all',
         ),
         ("bench speed", 2, 'bench: no command "speed"; there are step, account, masks'),
         ("bench step --masks owm", 2, """--masks: invalid choice 'owm'; did you mean "own"?"""),
@@ -132,9 +155,9 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
             2,
             "bench: a command is missing; there are step, account, masks, growth, kernels",
         ),
-        ("bench step --profil", 2, 'did you mean "--profile"?; see stopmim bench step --help'),
+        ("bench step --profil", 2, 'did you mean "--profile"? see stopmim bench step --help'),
         ("analyse", 2, "analyse: missing FIGURE, one of noise, similarity"),
-        ("analyse neighbors", 2, """'neighbors'; did you mean "neighbours"?; there are noise"""),
+        ("analyse neighbors", 2, """'neighbors'; did you mean "neighbours"? there are noise"""),
         ("pretrain x --out {tmp}/run --masking.kind multiblok", 2, 'mean "multiblock"?'),
         ("bench masks --rounds 0", 2, "--rounds 0: expected 1 or more"),
         ("bench growth --preset tiny_cpu", 2, "bench growth: no option --preset"),
@@ -153,6 +176,9 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "a.JPG").write_bytes(b"?")
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "model.onnx").write_bytes(b"?")
     np.savez(tmp_path / "features.npz", features=np.zeros((2, 3)))
     assert main(line.format(tmp=tmp_path).split()) == code
     err = capsys.readouterr().err
@@ -278,6 +304,8 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["--help"]) == 0
     assert shown == capsys.readouterr()
     assert "pretrain" in shown.out
+    assert "--version shows" in shown.out
+    assert "--debug, with any command" in " ".join(shown.out.split())
 
 
 def test_help_and_version_do_not_load_torch() -> None:
@@ -486,3 +514,16 @@ def test_a_rank_ends_with_its_own_code_and_words_whatever_torch_does_at_the_end(
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=rank)
     assert done.returncode == code
     assert "stopmim" in done.stdout + done.stderr
+
+
+def test_images_of_a_run_that_have_moved_can_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = write_folder(tmp_path / "photos", 8)
+    run = stopmim.pretrain(photos, tmp_path / "run", tiny(), stop_at=1)
+    photos.rename(tmp_path / "elsewhere")
+    words = ["analyse", "masks", str(run.path)]
+    assert main(words) == 3
+    assert "if the images of the run have moved, give --data" in capsys.readouterr().err
+    assert main([*words, "--data", str(tmp_path / "nowhere")]) == 3
+    assert "have moved" not in capsys.readouterr().err

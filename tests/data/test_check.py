@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_the_text_fits_a_terminal_and_says_what_to_do(folder: Path) -> None:
 def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they_are_listed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fixes = tmp_path / "fixes.jsonl"
+    fixes = tmp_path / "my fixes.jsonl"
     words = ["check", str(folder), "--preset", "tiny_cpu"]
     assert main(words) == 3
     said = capsys.readouterr()
@@ -86,6 +87,8 @@ def test_the_command_ends_with_3_for_too_many_broken_images_and_with_0_once_they
     assert sum("stopmim: error" in line for line in said.err.splitlines()) == 1
     assert main([*words, "--fix-list", str(fixes)]) == 0
     said = capsys.readouterr()
+    assert "verdict   usable without the images on the list" in said.out
+    assert f"pretrain --data.skip '{fixes}'" in said.out
     assert f"wrote {fixes}: 3 images to leave out" in said.out
     assert "stopmim: error" not in said.err
     assert [json.loads(line)["name"] for line in fixes.read_text().splitlines()] == [
@@ -353,9 +356,9 @@ def test_another_list_is_another_data_set(tmp_path: Path) -> None:
 def test_a_run_that_met_too_many_bad_files_goes_on_as_it_advises(tmp_path: Path) -> None:
     images = NoiseImages(broken=(3, 17))
     with pytest.raises(DataError, match=r"raise --data.max_bad to continue") as said:
-        pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.0}))
-    pretrain(images, tmp_path / "a", tiny(data={"max_bad": 0.1}))
-    listed = str(said.value).split("--data.skip ")[1]
+        pretrain(images, tmp_path / "my a", tiny(data={"max_bad": 0.0}))
+    pretrain(images, tmp_path / "my a", tiny(data={"max_bad": 0.1}))
+    (listed,) = shlex.split(str(said.value).split("--data.skip ")[1])
     pretrain(images, tmp_path / "b", tiny(data={"max_bad": 0.05, "skip": listed}))
 
 

@@ -582,7 +582,10 @@ def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interrupti
     ("source", "said"),
     [
         ("{}/nothing", "no such folder or file"),
-        ("{}/file.xyz", "not a source of images; looked for a folder or .parquet, .tar, .npz"),
+        (
+            "{}/file.xyz",
+            "not a source of images; give a folder, or a file that ends in .parquet, .tar",
+        ),
         ("{}", "no images in this folder"),
         ("cifar100:{}", "not CIFAR-100; looked for train.bin"),
         ("tar:{}", "no file that ends in .tar"),

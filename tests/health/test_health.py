@@ -27,6 +27,7 @@ from stopmim.health.measure import (
 from stopmim.health.rules import EXIT_CODES
 from stopmim.method.build import build, configure
 from stopmim.method.model import MaskedImageModel
+from stopmim.runs.next_commands import next_commands
 from stopmim.runs.run import Run
 from stopmim.train.loop import pretrain
 from stopmim.weights.export import export
@@ -160,6 +161,20 @@ def test_nothing_measured_is_too_early_and_a_run_that_never_measures_is_refused(
     # Neither a step nor one to keep is made up for a file that does not say any.
     file = export(run.path, "ijepa", tmp_path / "export") / "model.pth.tar"
     assert "step" not in str(examine(file, "scenes:32:24"))
+
+
+def test_a_run_that_stopped_before_it_was_measured_says_no_more(tmp_path: Path) -> None:
+    run = pretrain(NoiseImages(), tmp_path / "run", tiny(runtime={"health_every": 5}), stop_at=2)
+    said = str(examine(run.path)).splitlines()[0]
+    assert said == "too early to say: nothing has been measured yet"
+
+
+def test_one_image_is_the_reason_why_nothing_was_measured(tmp_path: Path) -> None:
+    config = tiny(optim={"batch_size": 1, "epochs": 1}, runtime={"health_every": 1})
+    run = pretrain(NoiseImages(1), tmp_path / "run", config)
+    with pytest.raises(UserError, match=r"it has one image, which does not .*; give --data IMAGES"):
+        examine(run.path)
+    assert f"stopmim doctor {run.path} --data FOLDER" in next_commands(run)
 
 
 def test_the_command_ends_with_the_exit_code_of_the_verdict(

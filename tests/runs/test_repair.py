@@ -16,6 +16,7 @@ from stopmim import Run, pretrain
 from stopmim.base.errors import CheckpointError, RunInUseError, StorageError, UserError
 from stopmim.base.files import write_whole
 from stopmim.cli import main
+from stopmim.runs.identity import planned
 from stopmim.runs.lock import claimed
 from stopmim.runs.repair import repair
 from tiny import NoiseImages, tiny, weights
@@ -275,13 +276,28 @@ def test_a_run_in_use_is_left_alone(copy: Run) -> None:
                 repair(copy.path, dry_run=dry)
 
 
+def test_an_intact_run_that_is_finished_is_said_to_be(whole: Run) -> None:
+    said = "nothing is damaged; the run is finished, all 10 updates are done"
+    for dry in (True, False):
+        assert str(repair(whole.path, dry_run=dry)).splitlines()[-1] == said
+
+
+def test_crops_of_an_image_count_as_images() -> None:
+    config = tiny(data={"crops_per_image": 3}).model_dump(mode="json")
+    assert planned({"config": config, "data": {"images": 40}}) == 2 * 15
+    assert planned({"config": config, "data": {"images": "many"}}) is None
+
+
 def test_the_command_says_what_it_did_and_fails_if_nothing_helps(
     copy: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["repair", str(copy.path), "--dry-run"]) == 0
+    assert "nothing is damaged; the run resumes at step 6" in capsys.readouterr().out
+    flip(Run(copy.path).checkpoint / "model.safetensors")
+    assert main(["repair", str(copy.path), "--dry-run"]) == 0
     assert "nothing was changed (--dry-run); after the repair, the run" in capsys.readouterr().out
     assert main(["repair", str(copy.path)]) == 0
-    assert "the run resumes at step 6: give the command" in capsys.readouterr().out
+    assert "the run resumes at step 3: give the command" in capsys.readouterr().out
     shutil.rmtree(copy.path / "checkpoints")
     (copy.path / "run.json").write_text("{}")
     assert main(["repair", str(copy.path)]) == 4

@@ -158,6 +158,32 @@ def test_a_command_can_be_pasted_as_it_is(data: str, out: str) -> None:
     assert plan.command(data) == f"stopmim pretrain {out}".replace(" --out ", words)
 
 
+def test_a_command_names_a_run_directory_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_run("photos_cpu", {}, PHOTOS, CPU)
+    for name in ("photos", "photos-2", "photos-3"):
+        assert plan.command("photos.npz").endswith(f" --out runs/{name}")
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert plan.command("photos.npz", "-better").endswith(" --out runs/photos-better")
+
+
+def test_one_photograph_is_one_and_not_called_usable(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in sorted(photos.iterdir())[1:]:
+        file.unlink()
+    assert main(["check", str(photos), "--runtime.device", "cpu", "--runtime.workers", "0"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "verdict readable, but nothing can be learned from a single image" in text
+    assert "stopmim pretrain" not in text
+    plan = plan_run("photos_cpu", {"optim.epochs": 1}, replace(PHOTOS, count=1), CPU)
+    assert plan.what.endswith(" 1 epoch of 1 update with 1 image")
+    assert plan.where.startswith("1 image of 335 px")
+    assert "1 image is few to learn from" in " ".join(advice.warnings(plan))
+
+
 def test_a_batch_is_cut_until_it_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("photos_s16", {"runtime.precision": "bf16"})
     whole, half = (cost.memory(configure(config, {"runtime.accumulate": n}), GPU) for n in (1, 2))
@@ -300,6 +326,8 @@ def test_check_recommends_three_commands_that_work_as_they_stand(
     commands = [line.strip() for line in lines if line.startswith("  stopmim pretrain")]
     assert max(len(line) for line in lines if line.strip() not in commands) <= 80
     best, faster, better = commands
+    outs = [shlex.split(command)[-1] for command in commands]
+    assert outs == ["runs/photos", "runs/photos-faster", "runs/photos-better"]
     assert best == f"stopmim pretrain photos --preset photos_cpu {changed} --out runs/photos"
     assert re.search(r"about \d+ \w+, 0\.\d GiB of memory\n", text)
     assert f"for 40 images of 240 px on {machine(CPU)}: without a GPU" in text
@@ -307,7 +335,11 @@ def test_check_recommends_three_commands_that_work_as_they_stand(
     for command in (faster, best, better):
         assert main([*shlex.split(command)[1:], "--dry-run"]) == 0
         epochs.append(int(re.findall(r"epochs: (\d+)", capsys.readouterr().out)[0]))
-    assert epochs == [epochs[1] // 4, epochs[1], epochs[1] * 4]
+    # 2 updates per epoch; a quarter of the epochs would be too few to learn from.
+    assert epochs == [ENOUGH // 4, epochs[1], epochs[1] * 4]
+    assert "too few to learn from" not in text
+    plan = plan_run("photos_cpu", {"optim.epochs": epochs[0]}, replace(PHOTOS, count=40), CPU)
+    assert "updates" not in " ".join(advice.warnings(plan))
     # And `pretrain` alone would do the same as the first.
     same = []
     for words in (shlex.split(best)[1:], ["pretrain", "photos", *changed.split(), "--out", "x"]):

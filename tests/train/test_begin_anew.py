@@ -29,6 +29,17 @@ def test_a_run_that_stopped_at_broken_images_begins_anew_without_them(
     )
     assert run.config.data.skip == listed
     assert "begins anew" in capsys.readouterr().err
+    assert not (run.path / "bad_files.jsonl").exists()  # of an attempt on other images
+
+
+def test_a_run_cannot_leave_out_what_it_lists_itself(tmp_path: Path) -> None:
+    images = NoiseImages(broken=(3, 17))
+    with pytest.raises(DataError):
+        pretrain(images, tmp_path, tiny(**{"data.max_bad": 0.0}))
+    skip = {"data.skip": str(tmp_path / "bad_files.jsonl")}  # it would grow, and end a resume
+    with pytest.raises(UserError, match="list of this run itself; choose another --out"):
+        pretrain(images, tmp_path, tiny(**skip))
+    assert (tmp_path / "bad_files.jsonl").exists()
 
 
 def test_a_run_with_a_checkpoint_does_not(tmp_path: Path) -> None:

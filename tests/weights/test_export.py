@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -72,10 +73,16 @@ def close(found: Tensor, want: Tensor, atol: float = 1e-5) -> None:
     torch.testing.assert_close(found, want, atol=atol, rtol=0)
 
 
+def blocks_of(folder: Path) -> list[str]:
+    """The Python code of the README of an export, in the order of the page."""
+    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+
+
 def code_of(folder: Path) -> str:
-    found = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
-    assert found
-    return found[1]
+    """The block that loads the network."""
+    words = ("create_model", "AutoModel.", "onnxruntime", '("model.safetensors")')
+    (code,) = [code for code in blocks_of(folder) if any(word in code for word in words)]
+    return code
 
 
 def run_code(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **names: Any) -> Any:
@@ -145,6 +152,22 @@ def test_the_context_encoder_is_exported_on_request(to: str, run: Run, tmp_path:
     assert "the context encoder" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_code_of_a_card_runs_from_top_to_bottom(
+    to: str, run: Run, exports: dict[str, Path], timm: Any, transformers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    photo = exports[to] / "photo.jpg"
+    Image.fromarray(NoiseImages(1).images[0]).save(photo)
+    names = run_code("".join(blocks_of(exports[to])), exports[to], monkeypatch)
+    if to == "ijepa":
+        assert "blocks.0.attn.qkv.weight" in names["weights"]
+    else:
+        with torch.no_grad():
+            want = stopmim.load_encoder(run.path).features(photo)
+        close(torch.as_tensor(names["features"]), want, 0.02)  # timm's views are of 8 bits
+
+
 def test_the_call_in_the_card_gives_a_timm_model_with_the_same_features(
     run: Run, exports: dict[str, Path], timm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +186,7 @@ def test_the_code_in_the_card_loads_a_hugging_face_model_and_its_processor(
 ) -> None:
     folder = exports["hf"]
     picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    code = code_of(folder).replace("THIS_FOLDER", ".")
-    names = run_code(code, folder, monkeypatch, picture=picture)
+    names = run_code(code_of(folder), folder, monkeypatch, opened=lambda _: picture)
     pixels, model = names["inputs"]["pixel_values"], names["model"]
     assert type(model).__name__ == "IJepaModel"
     assert pixels.shape == (1, 3, 24, 24)

@@ -11,7 +11,7 @@ import tifffile
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from test_export import code_of, run_code
+from test_export import blocks_of, code_of, run_code
 from torch import Tensor
 
 import stopmim
@@ -145,7 +145,8 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
     (code,) = [block for block in blocks if "def normalised" in block]
     assert "stopmim" not in code
-    return run_code(code, folder, monkeypatch, image=IMAGE)["images"]
+    np.save(folder / "image.npy", IMAGE)
+    return run_code(code, folder, monkeypatch)["images"]
 
 
 @torch.no_grad()
@@ -188,8 +189,7 @@ def test_hugging_face_gives_our_features_without_a_processor(
 ) -> None:
     folder = exports["hf"]
     images = torch.from_numpy(prepared(folder, monkeypatch))
-    code = code_of(folder).replace("THIS_FOLDER", str(folder))
-    found = run_code(code, folder, monkeypatch, images=images)["features"]
+    found = run_code(code_of(folder), folder, monkeypatch, images=images)["features"]
     close(found, run.encoder().features(IMAGE))
     assert json.loads((folder / "config.json").read_text())["num_channels"] == 12
     assert not (folder / "preprocessor_config.json").exists()
@@ -199,13 +199,15 @@ def test_hugging_face_gives_our_features_without_a_processor(
 def test_two_lines_of_every_card_use_it(
     run: Run, exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for to in FILES:
-        blocks = re.findall(r"```python\n(.*?)```", (exports[to] / "README.md").read_text(), re.S)
-        (code,) = [block for block in blocks if "features(image)" in block]
-        place = exports[to] / (FILES[to] if to == "ijepa" else ".")
-        code = code.replace("THIS_FOLDER", str(place))
-        found = run_code(code, exports[to], monkeypatch, image=IMAGE)["features"]
-        assert torch.equal(found, run.encoder().features(IMAGE))
+    for to in (*FILES, "onnx"):
+        np.save(exports[to] / "image.npy", IMAGE)
+        blocks = blocks_of(exports[to])
+        if to != "onnx":
+            code = blocks.pop(0)
+            found = run_code(code, exports[to], monkeypatch)["features"]
+            assert torch.equal(found, run.encoder().features(IMAGE))
+        if to not in ("timm", "hf"):  # see above
+            run_code("".join(blocks), exports[to], monkeypatch)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int16])
@@ -291,7 +293,9 @@ def test_one_channel_may_be_a_plane() -> None:
     assert torch.equal(encoder.transform(plane), encoder.transform(plane[..., None]))
 
 
-def test_a_file_that_does_not_say_its_statistics_takes_normalised_floats(tmp_path: Path) -> None:
+def test_a_file_that_does_not_say_its_statistics_takes_normalised_floats(
+    timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoder = VisionTransformer(24, 6, 192, 1, 3, channels=5)
     torch.save({"model": encoder.state_dict()}, tmp_path / "timm.pth")
     loaded = stopmim.load_encoder(tmp_path / "timm.pth")
@@ -304,6 +308,8 @@ def test_a_file_that_does_not_say_its_statistics_takes_normalised_floats(tmp_pat
     folder = export(tmp_path / "timm.pth", "timm", tmp_path / "timm")
     assert stopmim.load_encoder(folder).features(torch.randn(1, 5, 24, 24)).shape == (1, 192)
     assert "does not say how they were" in (folder / "README.md").read_text()
+    for out in (folder, export(tmp_path / "timm.pth", "safetensors", tmp_path / "plain")):
+        assert run_code("".join(blocks_of(out)), out, monkeypatch)["features"].shape == (1, 192)
 
 
 def test_timm_models_of_other_channels_are_read(timm: Any) -> None:

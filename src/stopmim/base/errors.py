@@ -11,7 +11,7 @@ from collections.abc import Iterable
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
     """Did-you-mean hint for the closest of `names`, to go before the rest of a message, or ""."""
     near = difflib.get_close_matches(word, list(names), 1)
-    return f'did you mean "{prefix}{near[0]}"?; ' if near else ""
+    return f'did you mean "{prefix}{near[0]}"? ' if near else ""
 
 
 class UserError(Exception):

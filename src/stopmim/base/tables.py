@@ -3,6 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 
 
+def counted(count: int, noun: str) -> str:
+    """The number of things, as "1 image" or "1,000 images"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def aligned(rows: Sequence[Mapping[str, str]], right: Collection[str] = ()) -> str:
     """Aligned columns, those in `right` flush right; columns without any text are left out."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]

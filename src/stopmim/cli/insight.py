@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from stopmim.base.errors import StorageError, UserError
+from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.cli.options import choices, option
 
 Name = Literal[
@@ -79,7 +79,14 @@ class Analyse:
     def __call__(self) -> None:
         from stopmim.insight.analyse import analyse
 
-        for path in analyse(self.what, self.runs, self.out, self.data, self.show):
+        try:
+            paths = analyse(self.what, self.runs, self.out, self.data, self.show)
+        except DataError as error:
+            if self.data is not None or "--data" in str(error):
+                raise
+            moved = "if the images of the run have moved, give --data"
+            raise DataError(f"{error}; {moved}") from None
+        for path in paths:
             print(path)
 
 

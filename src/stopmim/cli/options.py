@@ -70,6 +70,8 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         values = [value] if equals else []
         while len(values) < _arity(key) and words and not "".join(values).startswith("["):
+            if words[0].startswith("--"):  # the next option
+                break
             values.append(words.pop(0))
         if not values:
             raise UserError(f"--{name}: a value is missing")
@@ -77,6 +79,8 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             changes[key] = values[0]  # as YAML, "runs/first #2" would end before the #
             continue
         parsed = [parse_yaml(v, f"--{name}") for v in values]
+        if _arity(key) == 2 and len(parsed) == 1 and isinstance(parsed[0], int | float):
+            raise UserError(f"--{name} {values[0]}: expected two values, such as --{name} 0.9 1")
         changes[key] = parsed if _arity(key) == 2 and len(parsed) == 2 else parsed[0]
     return rest, changes
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
-from stopmim.base.errors import UserError, did_you_mean
+from stopmim.base.errors import UserError
 from stopmim.base.tables import aligned
 from stopmim.cli.options import option
 from stopmim.config.architectures import printed
@@ -28,11 +28,10 @@ class Presets:
     """a preset to show in full"""
 
     def __call__(self) -> None:
-        from stopmim.config.presets import PRESETS
+        from stopmim.config.presets import PRESETS, which_preset
 
         if self.name and self.name not in PRESETS:
-            near = did_you_mean(self.name, PRESETS)
-            raise UserError(f"{self.name}: no such preset; {near}presets are {', '.join(PRESETS)}")
+            raise UserError(f"{self.name}: no such preset; {which_preset(self.name)}")
         print(details(PRESETS[self.name]) if self.name else listing([*PRESETS.values()]))
 
 

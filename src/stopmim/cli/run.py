@@ -37,6 +37,7 @@ GRACE = 3.0  # seconds for the rank that failed to report why, before the others
 # The order is that of --help; a command is called like its class, in lower case.
 Experiments = Demo | Pretrain | Repair | Ablate | Check | Pack | Eval
 Command = Experiments | Doctor | Analyse | Report | Features | Inspect | Export | Bench | Presets
+ABOUT = "--version shows the version; --debug, with any command, where an error comes from."
 # `eval linear --data`, not `eval protocol:linear --protocol.data`.
 FLAT = (OmitArgPrefixes, OmitSubcommandPrefixes)
 
@@ -103,7 +104,9 @@ def parse(words: list[str]) -> Callable[[], int | None] | None:
     stdout, stderr = Captured(sys.stdout), io.StringIO()
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            command: Any = tyro.cli(Command, prog="stopmim", args=words, config=FLAT)
+            command: Any = tyro.cli(
+                Command, prog="stopmim", description=ABOUT, args=words, config=FLAT
+            )
     except SystemExit as stop:
         if not stop.code:
             print(wrapped_help(stdout.getvalue()), end="")

@@ -1,5 +1,6 @@
 """``stopmim demo``, ``check``, ``pretrain``, ``repair`` and ``ablate``."""
 
+import shlex
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,8 +72,10 @@ class Check:
         if self.fix_list:
             count = len(report.bad) + len(report.test_bad)
             print(f"\nwrote {self.fix_list}: {count:,} images to leave out, with")
-            print(f"pretrain --data.skip {self.fix_list} and eval --skip {self.fix_list}")
-        if report.problem:  # solved by the list, which a recommended command would have to name
+            name = shlex.quote(str(self.fix_list))
+            print(f"pretrain --data.skip {name} and eval --skip {name}")
+        # A problem is solved by the list, which a recommended command would have to name.
+        if report.problem or plan.facts.count == 1:
             return
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
 
@@ -130,10 +133,12 @@ class Pack:
             raise InterruptedRunError(interrupting(), f"{self.out}: stopped") from None
         images = sum(shard.images for shard in index.shards)
         mib = sum(shard.bytes for shard in index.shards) / 2**20
+        run = Path("runs") / self.out.resolve().name
         print(
             f"{self.out}: {images:,} images in {len(index.shards)} shards, {mib:,.0f} MiB\n"
-            f"prove them with   stopmim check {self.out} --verify\n"
-            f"train with        stopmim pretrain {self.out} --out runs/{self.out.resolve().name}"
+            f"prove them with   {shlex.join(['stopmim', 'check', str(self.out), '--verify'])}\n"
+            f"train with        "
+            f"{shlex.join(['stopmim', 'pretrain', str(self.out), '--out', str(run)])}"
         )
 
 

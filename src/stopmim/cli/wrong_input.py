@@ -39,7 +39,7 @@ def one_line(box: str, words: list[str]) -> str:
     close = near.split()[0] if near else ""
     if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
         said = f"{command_of(words)}: no option {option[2]}"
-        if option[1]:  # tyro suggests another command's; a config key may have this name
+        if option[1] or not close:  # tyro suggests another command's; a key may have this name
             name = option[2].removeprefix("--").replace("-", "_")
             keys = dict(flatten(Config().model_dump(mode="json"))) if words[0] in TAKE_KEYS else {}
             close = next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")

@@ -130,8 +130,14 @@ def find_config(preset: str | Path) -> Config:
         return from_yaml(read_yaml(Path(preset)), name)
     if name.endswith((".yaml", ".yml")):
         raise UserError(f"{name}: no such file; `stopmim presets` lists the names that need none")
-    near = did_you_mean(name, PRESETS)
-    raise UserError(f"{name}: no such preset or file; {near}presets are {', '.join(PRESETS)}")
+    raise UserError(f"{name}: no such preset or file; {which_preset(name)}")
+
+
+def which_preset(name: str) -> str:
+    """What may have been meant by a `name` that no preset has."""
+    if near := did_you_mean(name, PRESETS):
+        return f"{near}`stopmim presets` lists them all"
+    return f"presets are {', '.join(PRESETS)}"
 
 
 def __getattr__(name: str) -> Preset:

@@ -85,7 +85,7 @@ def _explain(model: type[BaseModel], mistake: Any) -> str:
             node: Any = model
             for section in sections:
                 node = node.model_fields[section].annotation
-            near = did_you_mean(name, node.model_fields, prefix).removesuffix("; ")
+            near = did_you_mean(name, node.model_fields, prefix).rstrip()
             return f"{key}: unknown key; {near or 'there are ' + ', '.join(node.model_fields)}"
         case "value_error":
             said = str(mistake["ctx"]["error"])
@@ -93,7 +93,7 @@ def _explain(model: type[BaseModel], mistake: Any) -> str:
         case kind:
             said = mistake["msg"][0].lower() + mistake["msg"][1:]
             names = re.findall("'(.*?)'", said) if kind == "literal_error" else []
-            near = did_you_mean(str(mistake["input"]), names).removesuffix("; ")
+            near = did_you_mean(str(mistake["input"]), names).rstrip()
             return f"{key}: {said}, got {mistake['input']!r}{near and f'; {near}'}"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.tables import counted
 from stopmim.config.schema import Config
 from stopmim.data.content import Comparison, compare_content
 from stopmim.data.duplicates import groups
@@ -58,6 +59,7 @@ class Report:
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
     """test images that are also in training: name, name of the training image, whether equal"""
     comparison: Comparison | None = None  # of the content with that of another time
+    listed: bool = False  # whether there is a list of the images to leave out now
 
     @property
     def problem(self) -> str | None:
@@ -100,6 +102,8 @@ class Report:
     @property
     def verdict(self) -> str:
         batch = self.config.optim.batch_size
+        if self.listed and self.problem and self.only_broken:
+            return "usable without the images on the list"
         if self._unreadable:
             return "not usable: " + ("too many are broken" if self.sides else "none can be read")
         if self.refused:
@@ -108,6 +112,9 @@ class Report:
             return f"fit for training, but not for evaluation: test split {self.test.verdict}"
         if self.images < batch:
             return f"readable, but too few for one batch of {batch}: set --optim.batch_size lower"
+        if self.images * self.config.data.crops_per_image == 1:
+            parts = "of a large one, train on parts: --data.crops_per_image"
+            return f"readable, but nothing can be learned from a single image; {parts}"
         if self.leaked:
             return "usable, but leave the leaked images out of evaluation: eval --skip FILE"
         if self.bad or (self.test and self.test.bad):
@@ -153,7 +160,7 @@ class Report:
         labels = [
             (
                 "labels",
-                f"{label}: {_number(len(sizes), 'value')}, {_range(sizes, 'image', ' each')}",
+                f"{label}: {counted(len(sizes), 'value')}, {_range(sizes, 'image', ' each')}",
             )
             for label, sizes in self.classes.items()
         ]
@@ -162,7 +169,7 @@ class Report:
             labels += [("", f"no labels: {columns}; labels are whole numbers, or named class")]
         if self.loose:
             lie = "lies" if self.loose == 1 else "lie"
-            labels += [("", f"{_number(self.loose, 'image')} {lie} beside the class folders: "
+            labels += [("", f"{counted(self.loose, 'image')} {lie} beside the class folders: "
                             f"for pretraining only, without a label")]  # fmt: skip
         broken = [("broken", f"{len(self.bad):,} ({len(self.bad) / max(1, self.scanned):.1%})")]
         broken += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
@@ -183,7 +190,7 @@ class Report:
         rows += [("", " ~ ".join(group[:3])) for group in self.near[:GROUPS]]
         if self.long:
             lose = "loses" if len(self.long) == 1 else "lose"
-            rows += [("crop", f"{_number(len(self.long), 'image')} {lose} more than half to the "
+            rows += [("crop", f"{counted(len(self.long), 'image')} {lose} more than half to the "
                               f"square crop of evaluation")]  # fmt: skip
             rows += [("", name) for name in self.long[:GROUPS]]
         return rows
@@ -193,7 +200,7 @@ class Report:
         if not self.leaked or not self.test:
             return [("leakage", "none: no test image is a copy of a training image")]
         equal = sum(same for _, _, same in self.leaked)
-        of = f"{len(self.leaked):,} of {_number(len(self.test.sides), 'test image')}"
+        of = f"{len(self.leaked):,} of {counted(len(self.test.sides), 'test image')}"
         kinds = f"{equal:,} the same, {len(self.leaked) - equal:,} nearly"
         rows = [("leakage", f"{of} are copies of training images ({kinds}); --fix-list FILE "
                             f"lists them for eval --skip FILE")]  # fmt: skip
@@ -256,6 +263,7 @@ def check(
         report = replace(report, test=reports[1], leaked=leaked)
     if fix_list is not None:
         write_list(fix_list, report.bad, report.test_bad)
+        report = replace(report, listed=True)
     return report
 
 
@@ -316,10 +324,6 @@ def _leaked(
         if twin is not None:
             found.append((test.name(i), train.name(twin), same in known[0]))
     return found
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _range(values: list[int], noun: str, each: str = "") -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from stopmim.base.errors import UserError
+from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.files import number
 from stopmim.base.tables import aligned
 from stopmim.config.schema import Config, MaskingConfig, override
@@ -28,6 +28,7 @@ from stopmim.health.reference import find_reference, training_share
 from stopmim.health.rules import EXIT_CODES, Signs, Verdict, fixed_targets, judge
 from stopmim.method.encoder import INITIALISERS
 from stopmim.runs import checkpoint
+from stopmim.runs.identity import planned
 from stopmim.runs.next_commands import how_to_evaluate
 from stopmim.runs.run import Run
 from stopmim.runs.verdict import Tally, of_run, tallies
@@ -68,7 +69,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
-        at += "" if self.total is None else f" of {self.total}"
+        at += "" if self.step is None or self.total is None else f" of {self.total}"
         said = [f"{self.verdict}{at}: {self.because}", *self.use]
         # A command stays in one piece.
         lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in said]
@@ -150,13 +151,9 @@ def diagnose_run(run: Run) -> Diagnosis:
 
 def _unfinished(run: Run) -> int | None:
     """Updates of the whole run, if it has not made them all."""
-    try:
-        optim, images = run.config.optim, int(run.about["data"]["images"])
-    except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
-        return None
-    total = optim.epochs * (images // optim.batch_size)
+    total = planned(run.about)
     done = max((number(line.get("step")) or 0 for line in run.metrics[-1:]), default=0)
-    return total if done < total else None
+    return total if total and done < total else None
 
 
 # The number, its name, and what the rules ask of a run that is not collapsed: more than a number,
@@ -233,12 +230,14 @@ def examine(path: str | Path, data: str | None = None) -> Diagnosis:
     if not (path / "run.json").exists():
         hint = "; to measure a checkpoint, give --data IMAGES"
         hint = hint if path.exists() else ": no such folder"
-        raise UserError(f"{path}: not a run directory{hint}")
+        raise CheckpointError(f"{path}: not a run directory{hint}")
     run = Run(path)
     metrics = run.metrics
     if metrics and measurements(metrics) == (None, []):
-        why = "this run has measured nothing (runtime.health_every); give --data IMAGES"
-        raise UserError(f"{path}: {why}")
+        why = "this run has measured nothing (runtime.health_every)"
+        if run.config.runtime.health_every != 0:
+            why = "it has one image, which does not show how images differ"
+        raise UserError(f"{path}: {why}; give --data IMAGES")
     return diagnose_run(run)
 
 

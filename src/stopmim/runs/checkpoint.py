@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -93,7 +94,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         elif other:
             raise CheckpointError(
                 f"{path}: a checkpoint of another run: {other}; put back the one of this run, "
-                f"or move it away with stopmim repair {run}"
+                f"or move it away with stopmim repair {quote(str(run))}"
             )
         else:
             return path, damaged

@@ -10,11 +10,13 @@ import json
 import secrets
 from collections.abc import Container, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from stopmim.base.errors import CheckpointError
+from stopmim.base.errors import CheckpointError, UserError
 from stopmim.base.files import read_regular
 from stopmim.config.schema import MOST_THREADS, Config, flatten
+from stopmim.data.loading import steps_per_epoch
 
 About = dict[str, Any]  # run.json
 
@@ -51,9 +53,11 @@ def begun(path: Path) -> About:
     about = read_about(path)
     if not is_complete(about):
         what = "run.json is not as stopmim writes it"
-        raise CheckpointError(f"{path}: not a run directory: {what}; see stopmim repair {path}")
+        raise CheckpointError(
+            f"{path}: not a run directory: {what}; see stopmim repair {quote(str(path))}"
+        )
     if problem := broken_seal(about):
-        what = f"{problem}: undo the change, or restore it with stopmim repair {path}"
+        what = f"{problem}: undo the change, or restore it with stopmim repair {quote(str(path))}"
         raise CheckpointError(f"{path / 'run.json'}: {what}")
     return about
 
@@ -67,6 +71,15 @@ def is_complete(about: About) -> bool:
         }:
             return type(threads) is int and 1 <= threads <= MOST_THREADS
     return False
+
+
+def planned(about: About) -> int | None:
+    """Updates of the whole run; None if run.json, which may hold anything, does not say."""
+    try:
+        config = Config.model_validate_json(json.dumps(about["config"]))
+        return config.optim.epochs * steps_per_epoch(range(about["data"]["images"]), config)
+    except (UserError, KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def sealed(about: About) -> About:

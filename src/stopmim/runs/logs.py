@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from stopmim.base.console import warn
@@ -103,7 +104,7 @@ class BadFiles(Log):
             raise DataError(
                 f"{len(self.names)} of {self.total} images cannot be read, such as {name}: "
                 f"{reason}; raise --data.max_bad to continue, or leave them out of a new run with "
-                f"--data.skip {self.path}"
+                f"--data.skip {quote(str(self.path))}"
             )
 
 

@@ -14,8 +14,10 @@ HOLD_OUT = "0.2"  # share of the images to test on, where they have no test spli
 def next_commands(run: Run) -> str:
     """The commands to type next: diagnose the run, evaluate it, and write a report on both."""
     path = shlex.quote(str(run.path))
-    measured = run.config.runtime.health_every != 0
-    images = "" if measured else f" --data {shlex.quote(run.about['data']['source'])}"
+    measured, data = run.config.runtime.health_every != 0, run.about["data"]
+    images = "" if measured else f" --data {shlex.quote(data['source'])}"
+    if data["images"] == 1:  # the health of a run is how images differ
+        images = " --data FOLDER"
     evaluation = evaluation_command(run)
     lines = [f"stopmim doctor {path}{images}", f"stopmim report {path}"]
     if evaluation:

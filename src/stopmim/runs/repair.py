@@ -31,6 +31,7 @@ from stopmim.runs.identity import (
     broken_seal,
     foreign,
     is_complete,
+    planned,
     read_about,
     rebuilt,
     sealed,
@@ -50,17 +51,22 @@ class Repair:
     dry_run: bool = False
     found: list[tuple[Verdict, str]] = field(default_factory=list)
     resumes_at: int | None = None  # the step that the run continues from; None: it cannot
+    total: int | None = None  # updates of the whole run, as far as is known
 
     def __str__(self) -> str:
         # Names in a received run directory could forge lines.
         lines = [f"{verdict:8}  {visible(text)}" for verdict, text in self.found]
         if self.resumes_at is None:
             end = "this run cannot be resumed: its config and data are not known any more"
+        elif self.resumes_at and self.resumes_at == self.total:
+            end = f"the run is finished, all {self.total:,} updates are done"
         elif self.resumes_at:
             end = f"the run resumes at step {self.resumes_at}: give the command that started it"
         else:
             end = "no checkpoint is left: the command that started the run starts it again"
         would = "nothing was changed (--dry-run); after the repair, " if self.dry_run else ""
+        if all(verdict == "intact" for verdict, _ in self.found):
+            would = "nothing is damaged; "
         return "\n".join([*lines, f"{would}{end}"])
 
     def say(self, verdict: Verdict, text: str) -> None:
@@ -147,7 +153,7 @@ class Repair:
 
     def strangers(self, about: About, states: dict[Path, dict[str, Any]]) -> None:
         """Moves checkpoints of other runs, and says which is the newest of this one."""
-        self.resumes_at = 0
+        self.resumes_at, self.total = 0, planned(about)
         for path, state in states.items():
             if other := foreign(about, state):
                 self.aside(path, f"of another run: {other}")

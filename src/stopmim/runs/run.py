@@ -20,6 +20,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ import torch
 from stopmim._version import __version__
 from stopmim.base.console import say, warn
 from stopmim.base.errors import CheckpointError, DataError, StorageError, UserError
-from stopmim.base.files import append_jsonl, read_jsonl, sweep, write_whole
+from stopmim.base.files import append_jsonl, read_jsonl, remove, sweep, write_whole
 from stopmim.base.secrets import hide
 from stopmim.config.schema import Config
 from stopmim.data.content import digests
@@ -126,8 +127,14 @@ def begin(
     folder = _folder_to_save_to(path)
     saved = any(folder.glob("step-*"))
     if file.exists() and not saved and _differs(path, config, images):
+        bad = path / "bad_files.jsonl"  # of those other images
+        if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
+            raise UserError(
+                f"{bad}: data.skip is the list of this run itself; choose another --out"
+            )
         say(f"{path}: begins anew, with another config or other images; nothing had been saved")
         file.unlink()
+        remove(bad)
     if file.exists():
         about = begun(path)
         _same_config(path, about["config"], config)
@@ -139,7 +146,7 @@ def begin(
         _same_content(path, old.get("sample"), reader)
         about["starts"].append(start)
     elif saved:
-        what = f"restore it with stopmim repair {path}, or choose another --out"
+        what = f"restore it with stopmim repair {quote(str(path))}, or choose another --out"
         raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
     else:
         data["sample"] = digests(reader, evenly_spaced(len(images), SAMPLE))
@@ -156,7 +163,7 @@ def _folder_to_save_to(path: Path) -> Path:
         raise UserError(f"{path}: the name is not UTF-8; choose another --out") from None
     folder = path / "checkpoints"
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-        what = f"is no folder to save to; remove it, or see stopmim repair {path}"
+        what = f"is no folder to save to; remove it, or see stopmim repair {quote(str(path))}"
         raise StorageError(f"{folder}: {what}")
     return folder
 
@@ -192,10 +199,11 @@ def _same_content(path: Path, sample: object, reader: Reader) -> None:
         )
     changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
+        compare = f"stopmim check DATA --against {quote(str(path))}"
         raise DataError(
             f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
             f"content than at the first start, such as {reader.images.name(changed[0])}; put them "
-            f"back, or choose another --out; stopmim check DATA --against {path} compares all"
+            f"back, or choose another --out; {compare} compares all"
         )
 
 

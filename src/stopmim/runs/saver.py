@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from threading import Thread
 from typing import Any
 from uuid import uuid4
@@ -156,7 +157,11 @@ class Saver:
             raise StorageError(f"{place.problem}; {error}") from None
         if self.log:
             self.log.move(where)
-        how = "the same command continues" if where == self.run else f"continue with --out {where}"
+        how = (
+            "the same command continues"
+            if where == self.run
+            else f"continue with --out {quote(str(where))}"
+        )
         raise StorageError(f"{place.problem}; saved step {self.step} in {where}: {how}")
 
     def finish(self, *, final: bool = False, wait: bool = True) -> None:

@@ -37,6 +37,7 @@ from stopmim.train.plan import (
 
 LARGER = {"photos_s16": "photos_b16"}
 FEW = 1000  # images
+FEWEST = ENOUGH // 2  # updates to learn anything from
 DETAIL = 224  # pixels: the usual size of ViTs, beyond which detail is never missed here
 HOPELESS = 1e13  # operations per update; presets for one GPU have fewer, those of the paper more
 RATE = 2e11  # operations per second that no core of a CPU exceeds
@@ -64,7 +65,7 @@ def settle(
     if is_first_rank() and not resumed:
         if preset is None:
             say(f"preset {found.preset} for {found.where}: {found.lasts}")
-        for text in warnings(found):
+        for text in warnings(found) if found.per_epoch else []:  # or an error follows
             warn(text)
     return found.config
 
@@ -129,7 +130,7 @@ def warnings(plan: Plan) -> list[str]:
             f"images of {facts.side} px are reduced to {size} px, and fine detail is lost; "
             f"--preset {finer} keeps more"
         )
-    if plan.updates < ENOUGH // 2:
+    if plan.updates < FEWEST:
         enough = -(-ENOUGH // plan.per_epoch)
         said.append(
             f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
@@ -152,8 +153,9 @@ def warnings(plan: Plan) -> list[str]:
             if on_cpu
             else "pretrain DATA --preset continue_b16 --init FILE --out RUN"
         )
+        few = "1 image is" if facts.count == 1 else f"{facts.count:,} images are"
         said.append(
-            f"{facts.count:,} images are few to learn from: expect little over random init; a "
+            f"{few} few to learn from: expect little over random init; a "
             f"public encoder may serve better (docs/encoders.md): stopmim {better}"
         )
     return said
@@ -168,7 +170,8 @@ def recommend(data: str, plan: Plan, chosen: bool) -> str:
     lines = ["recommended" if chosen else "plan", f"  {plan.command(data)}"]
     lines += _wrapped(plan.what, plan.takes, f"for {plan.where}{_reason(plan)}" if chosen else "")
     for label, other in _alternatives(plan) if chosen and plan.updates else []:
-        lines += [label, f"  {other.command(data)}", *_wrapped(other.what, other.takes)]
+        suffix = f"-{label.partition(',')[0]}"  # a directory of its own: configs differ
+        lines += [label, f"  {other.command(data, suffix)}", *_wrapped(other.what, other.takes)]
     for text in warnings(plan):
         lines += textwrap.wrap(f"warning: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
@@ -186,12 +189,15 @@ def _reason(plan: Plan) -> str:
 def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
     """A faster and a better run than the recommended one."""
     epochs = plan.config.optim.epochs
-    faster = _with(plan, {"optim.epochs": max(1, epochs // ALTERNATIVE)})
+    fewest = -(-FEWEST // plan.per_epoch)  # of which `warnings` does not complain
+    found, shorter = list[tuple[str, Plan]](), max(fewest, epochs // ALTERNATIVE)
+    if shorter < epochs:
+        found.append(("faster, for a first look", _with(plan, {"optim.epochs": shorter})))
     if plan.preset in LARGER:
         larger = _with(replace(plan, preset=LARGER[plan.preset]), {})
-        return [("faster, for a first look", faster), ("better, a larger network", larger)]
+        return [*found, ("better, a larger network", larger)]
     longer = _with(plan, {"optim.epochs": ALTERNATIVE * epochs})
-    return [("faster, for a first look", faster), ("better, if you have the time", longer)]
+    return [*found, ("better, if you have the time", longer)]
 
 
 def _with(base: Plan, changes: Mapping[str, Any]) -> Plan:

@@ -4,7 +4,9 @@ What depends on the number of images or on the machine is settled once, when a r
 run.json records plain numbers.
 """
 
+import itertools
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ import torch
 
 from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
+from stopmim.base.tables import counted
 from stopmim.config.architectures import printed
 from stopmim.config.presets import PRESETS, Preset
 from stopmim.config.schema import Config, OptimConfig, flatten
@@ -76,20 +79,24 @@ class Plan:
         """Network, size and length of the run."""
         optim = self.config.optim
         return (
-            f"{printed(self.config.arch)} at {self.config.image_size} px, {optim.epochs:,} epochs "
-            f"of {self.per_epoch:,} updates with {optim.batch_size} images"
+            f"{printed(self.config.arch)} at {self.config.image_size} px, "
+            f"{counted(optim.epochs, 'epoch')} of {counted(self.per_epoch, 'update')} with "
+            f"{counted(optim.batch_size, 'image')}"
         )
 
     @property
     def where(self) -> str:
         """The images and the machine that the run is for."""
-        return f"{self.facts.count:,} images of {self.facts.side} px on {machine(self.device)}"
+        images = f"{counted(self.facts.count, 'image')} of {self.facts.side} px"
+        return f"{images} on {machine(self.device)}"
 
-    def command(self, data: str) -> str:
-        """The complete command line of the run."""
+    def command(self, data: str, suffix: str = "") -> str:
+        """The complete command line of the run; `suffix` is for the name of its directory."""
         words = ["stopmim", "pretrain", data, "--preset", self.preset, *as_options(self.changes)]
         name = re.split(r"[^\w-]", Path(data).name)[0]  # photos of photos.npz, scenes of scenes:64
-        return shlex.join([*words, "--out", f"runs/{name or 'first'}"])
+        first = f"runs/{name or 'first'}{suffix}"
+        names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
+        return shlex.join([*words, "--out", next(x for x in names if not os.path.lexists(x))])
 
 
 def as_options(changes: Mapping[str, Any]) -> list[str]:

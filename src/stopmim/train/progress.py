@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stopmim.base.console import Ticker, say, warn
 from stopmim.base.memory import main_memory
+from stopmim.base.tables import counted
 from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.data.images import Images
@@ -36,8 +37,9 @@ def announce(
     named = f" ({Path(preset).name})" if isinstance(preset, str | Path) else ""
     if not (path / "checkpoints" / f"step-{updates:08d}").exists():
         say(
-            f"{len(images):,} images, {printed(config.arch)} at {config.image_size} px{named}, "
-            f"{updates:,} updates on {f'{world.size} x ' if world.size > 1 else ''}{chip}"
+            f"{counted(len(images), 'image')}, {printed(config.arch)} at "
+            f"{config.image_size} px{named}, {counted(updates, 'update')} on "
+            f"{f'{world.size} x ' if world.size > 1 else ''}{chip}"
         )
 
 

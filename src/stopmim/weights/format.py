@@ -34,6 +34,10 @@ class WeightFile:
     def at(cls, path: str | Path, *heads: int | None) -> "WeightFile":
         """The file at `path`, or the one in it if `path` is a folder that `export` wrote."""
         path = Path(path)
+        known = any(exists(path / f"{name}.json") for name in ("config", "run", "manifest"))
+        if path.suffix == ".onnx" or (isfile(path / "model.onnx") and not known):
+            what = "ONNX is written and not read by stopmim; give what it was exported from"
+            raise CheckpointError(f"{path}: {what}")
         file, others = path / "model.safetensors", ("run", "manifest", "state")
         is_export = isfile(file) and not any(exists(path / f"{name}.json") for name in others)
         if is_export and isfile(config := path / "config.json"):

@@ -17,6 +17,7 @@ from stopmim.data.sources.groups import GROUPS
 from stopmim.data.sources.layouts import CLEVR, DAVIS, INAT2018
 from stopmim.data.sources.lists import LIST
 from stopmim.data.sources.parquet import PARQUET
+from stopmim.data.sources.scanning import SUFFIXES
 from stopmim.data.sources.scenes import BAND_SCENES, SCENES
 from stopmim.data.sources.shards import is_pattern
 from stopmim.data.sources.source import Source, Split, printable
@@ -117,10 +118,13 @@ def _find(text: str) -> tuple[list[str], Source, str]:
     if found := next((source for source in SOURCES if source.matches(text)), None):
         return channels, found, text
     if os.path.isfile(text) or is_pattern(text):
+        if os.fsencode(text).lower().endswith(SUFFIXES):
+            what = "not a source of images; give the folder that the images are in"
+            raise DataError(f"{printable(text)}: {what}")
         suffixes = ", ".join(source.suffix for source in SOURCES if source.suffix)
         raise DataError(
-            f"{printable(text)}: not a source of images; looked for a folder or {suffixes}; a "
-            f"prefix states the kind: {', '.join(f'{source.name}:' for source in SOURCES)}"
+            f"{printable(text)}: not a source of images; give a folder, or a file that ends in "
+            f"{suffixes}; docs/data.md has every form"
         )
     raise DataError(f"{printable(text)}: no such folder or file; give a folder of images")
 
