@@ -19,6 +19,7 @@ import stopmim
 from hostile_weights import write_fine
 from limits import limit_memory
 from stopmim.base.console import Ticker, say
+from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
 from stopmim.config.presets import PRESETS
@@ -220,6 +221,19 @@ def test_config_keys_may_stand_anywhere_in_any_spelling() -> None:
         "optim.betas": [0.9, 0.99],
         "seed": 3,
     }
+
+
+def test_a_pair_that_may_be_null_takes_two_values_as_others_do() -> None:
+    words = "pretrain --data.crop_pixels 96 384 D --data.low [0,1] --positions.levels [1,2]"
+    assert split_changes(words.split()) == (
+        ["pretrain", "D"],
+        {"data.crop_pixels": [96, 384], "data.low": [0, 1], "positions.levels": [1, 2]},
+    )
+    for rest in (["D"], ["--out", "x"]):
+        words = f"pretrain --data.crop_pixels null {' '.join(rest)}"
+        assert split_changes(words.split()) == (["pretrain", *rest], {"data.crop_pixels": None})
+    with pytest.raises(UserError, match=r"two values, such as --data\.crop_pixels 96 96"):
+        split_changes(["pretrain", "--data.crop_pixels", "96"])
 
 
 @pytest.mark.parametrize("text", ["runs/first #2", "2024", "a: b.jsonl", "@x", '"q"', "[x", "~"])

@@ -120,13 +120,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
         "no checkpoint is left: the command that started the run starts it again",
         0,
     ),
-    "metrics line": (lambda run: spoil(run / "metrics.jsonl"), "1 damaged lines of metrics", 6),
+    "metrics line": (lambda run: spoil(run / "metrics.jsonl"), "1 damaged line of metrics", 6),
     "metrics gone": (
         lambda run: (run / "metrics.jsonl").unlink(),
         "6 lines of metrics.jsonl are",
         6,
     ),
-    "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged lines of results", 6),
+    "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged line of results", 6),
     "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
     "leftovers": (
         leave,

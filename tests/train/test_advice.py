@@ -15,6 +15,7 @@ from PIL import Image
 from stopmim import Run, pretrain
 from stopmim.base.errors import UserError
 from stopmim.cli import main
+from stopmim.cli.options import split_changes
 from stopmim.config.presets import ENOUGH, IMAGENET, PRESETS
 from stopmim.data.workers import cores
 from stopmim.method.build import build_sampler, configure
@@ -153,9 +154,15 @@ def test_a_mistake_is_reported_before_any_image_is_looked_for(tmp_path: Path) ->
 )
 def test_a_command_can_be_pasted_as_it_is(data: str, out: str) -> None:
     changes = {"positions": {"sigma": 0.1}, "optim.ema": [0.9, 1.0], "init": None}
-    words = " --positions.sigma 0.1 --optim.ema 0.9 1.0 --init null --out "
+    words = " --positions.sigma 0.1 --optim.ema '[0.9, 1.0]' --init null --out "
     plan = plan_run("photos_cpu", changes, PHOTOS, CPU)
     assert plan.command(data) == f"stopmim pretrain {out}".replace(" --out ", words)
+
+
+def test_a_command_says_lists_as_the_command_line_reads_them() -> None:
+    changes = {"positions.levels": [0.25, 1, 4], "optim.ema": [0.9, 1], "data.crop_pixels": [9, 99]}
+    command = plan_run("photos_cpu", changes, PHOTOS, CPU).command("photos")
+    assert split_changes(shlex.split(command))[1] == changes
 
 
 def test_a_command_names_a_run_directory_that_is_free(

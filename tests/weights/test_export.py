@@ -528,7 +528,7 @@ def test_the_folder_for_timm_has_a_config_unless_json_cannot_say_it(tmp_path: Pa
     ("error", "said"),
     [
         ("RuntimeError('operator torchvision::nms does not exist')", "do not match .*nms.* pip"),
-        ("ImportError('No module named torchvision')", r"pip install .stopmim\[interop\]"),
+        ("ImportError('No module named torchvision')", r"pip install .stopmim\[timm\]"),
     ],
 )
 def test_a_timm_that_cannot_be_imported_says_what_to_install(
@@ -542,6 +542,23 @@ def test_a_timm_that_cannot_be_imported_says_what_to_install(
     with pytest.raises(UserError, match=said) as caught:
         stopmim.load_encoder("timm:vit_tiny_patch16_224")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "extra"),
+    [
+        ("onnxruntime", {"to": "onnx"}, "onnx"),
+        ("huggingface_hub", {"to": "hf", "repo": "a/b"}, "hf"),
+    ],
+)
+def test_a_missing_library_names_the_smallest_extra_that_has_it(
+    module: str, options: Any, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`interop` would bring torchvision along, which may replace torch."""
+    file = saved(VisionTransformer(24, 6, 48, 2, 4), tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf'pip install "stopmim\[{extra}\]"'):
+        export(file, out=tmp_path / "out", **options)
 
 
 def test_a_branch_of_a_file_that_has_both_is_refused(run: Run, tmp_path: Path) -> None:

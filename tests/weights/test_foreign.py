@@ -502,7 +502,7 @@ def test_an_unknown_timm_name_is_one_line(timm: Any) -> None:
 
 def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"stopmim\[interop\]") as caught:
+    with pytest.raises(UserError, match=r"stopmim\[timm\]") as caught:
         stopmim.load_encoder("timm:vit_base_patch16_224.mae")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -1,7 +1,7 @@
 """Options that several commands share, and config keys as options: ``--optim.lr 1e-3``."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tyro.conf import Positional, Suppress, arg
 
@@ -70,7 +70,7 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         values = [value] if equals else []
         while len(values) < _arity(key) and words and not "".join(values).startswith("["):
-            if words[0].startswith("--"):  # the next option
+            if words[0].startswith("--") or values == ["null"]:  # the next option, or no pair
                 break
             values.append(words.pop(0))
         if not values:
@@ -80,11 +80,14 @@ def split_changes(words: list[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         parsed = [parse_yaml(v, f"--{name}") for v in values]
         if _arity(key) == 2 and len(parsed) == 1 and isinstance(parsed[0], int | float):
-            raise UserError(f"--{name} {values[0]}: expected two values, such as --{name} 0.9 1")
+            both = f"--{name} {values[0]} {values[0]}"
+            raise UserError(f"--{name} {values[0]}: expected two values, such as {both}")
         changes[key] = parsed if _arity(key) == 2 and len(parsed) == 2 else parsed[0]
     return rest, changes
 
 
 def _arity(key: str) -> int:
     """Number of words that a key takes: two for a pair, as ``--optim.ema 0.996 1``."""
-    return 2 if get_origin(type_of(key)) is tuple else 1
+    kinds = (type_of(key), *get_args(type_of(key)))  # a pair may be null too
+    pairs = (get_args(kind) for kind in kinds if get_origin(kind) is tuple)
+    return 2 if any(len(pair) == 2 and ... not in pair for pair in pairs) else 1

@@ -90,7 +90,7 @@ class PredictorConfig(Section):
     width: int = Field(default=384, ge=4, le=16384, multiple_of=4)
     """width of its tokens"""
     depth: int | None = Field(default=None, ge=1, le=200)
-    """number of blocks; null: 6 (ViT-Ti, S, B), 12 (L, H), 16 (g)"""
+    """number of blocks; null: 2 (ViT-Micro), 6 (Ti, S, B), 12 (L, H), 16 (g)"""
     heads: int | None = Field(default=None, ge=1, le=4096)
     """attention heads; null: as many as the encoder"""
 

@@ -25,6 +25,7 @@ from stopmim.base.files import (
     remove,
     write_whole,
 )
+from stopmim.base.tables import counted
 from stopmim.runs import checkpoint, shards
 from stopmim.runs.identity import (
     About,
@@ -178,11 +179,12 @@ class Repair:
         count = count_lines(lines)
         missing = count.missing + max(0, logged - count.following)
         if bad:
-            self.say("moved", f"{len(bad)} damaged lines of {name} to {ASIDE}/{name}")
+            self.say("moved", f"{counted(len(bad), 'damaged line')} of {name} to {ASIDE}/{name}")
         if missing:
-            self.say("lost", f"{missing} lines of {name} are missing")
+            verb = "is" if missing == 1 else "are"
+            self.say("lost", f"{counted(missing, 'line')} of {name} {verb} missing")
         if lines:
-            self.say("intact", f"{len(lines) - len(bad)} lines of {name}")
+            self.say("intact", f"{counted(len(lines) - len(bad), 'line')} of {name}")
 
     def without_damage(self, file: Path) -> list[Line]:
         """Moves the damaged lines of a log; returns all that were there."""

@@ -103,8 +103,8 @@ def as_options(changes: Mapping[str, Any]) -> list[str]:
     """Config keys and their values as words of a command line."""
     words = list[str]()
     for key, value in flatten(changes):
-        values = value if isinstance(value, list | tuple) else [value]
-        words += [f"--{key}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+        # A list as [...]: only pairs may be several words.
+        words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return words
 
 

@@ -13,7 +13,7 @@ def connect(repo: str) -> Any:
     try:
         from huggingface_hub import HfApi, get_token
     except ImportError as error:
-        raise UserError(f'--push: {error}; pip install "stopmim[interop]"') from None
+        raise UserError(f'--push: {error}; pip install "stopmim[hf]"') from None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UserError(f"--push {repo}: expected USER/NAME, e.g. me/my-encoder")
     if get_token() is None:

@@ -31,7 +31,7 @@ class Onnx(Format):
             import onnxruntime
             import onnxscript  # noqa: F401 - the exporter needs it
         except ImportError as error:
-            raise UserError(f'export: {error}; pip install "stopmim[interop]"') from None
+            raise UserError(f'export: {error}; pip install "stopmim[onnx]"') from None
         file, size = folder / "model.onnx", encoder.side * encoder.patch
         generator = torch_generator("onnx")
         shape = (encoder.channels, size, size)

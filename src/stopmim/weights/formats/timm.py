@@ -125,7 +125,7 @@ def _import_timm(source: str) -> Any:
         import timm
     except ImportError as error:
         reason = f"timm cannot be imported ({one_line(error)})"
-        raise UserError(f'{source}: {reason}; pip install "stopmim[interop]"') from None
+        raise UserError(f'{source}: {reason}; pip install "stopmim[timm]"') from None
     except (RuntimeError, OSError) as error:  # libraries built for another torch
         pair = f"torch {torch.__version__} and torchvision {_version('torchvision')}"
         index = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
