@@ -91,6 +91,28 @@ def test_an_example_is_short_and_fits_the_files_it_names(example: str, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("example", "changes"),
+    [
+        ("A position", {"positions.kind": "dropped", "positions.covariance": "fixed"}),
+        ("A mask sampler", {"masking.kind": "halves", "masking.ratio": 0.5}),
+        ("A target", {"target": "layers", "norm_pixels": False}),
+    ],
+)
+def test_a_key_that_the_new_kind_ignores_is_refused(
+    example: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    code = "from stopmim.config import presets, schema\n"
+    code += f"schema.override(presets.find_config('tiny_cpu'), {changes})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(extended(example, tmp_path).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert "has no effect" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
     "example",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES],
 )

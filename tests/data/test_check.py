@@ -15,6 +15,7 @@ from stopmim.base.errors import DataError
 from stopmim.base.files import append_jsonl, read_jsonl
 from stopmim.cli import main
 from stopmim.data.check import check
+from stopmim.data.pack import pack
 from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.open import open_images
@@ -225,6 +226,22 @@ def test_loose_files_other_files_and_long_images_are_told(tmp_path: Path) -> Non
     assert "1 image lies beside the class folders: for pretraining only" in text
     assert "crop 1 image loses more than half" in text
     assert "not read 1 .nef; convert .nef to JPEG or PNG" in text
+
+
+def test_a_cut_shard_and_an_image_that_lacks_a_channel_are_named(tmp_path: Path) -> None:
+    pack(write_folder(tmp_path / "images", 8), tmp_path / "shards")
+    shard = tmp_path / "shards" / "00000.tar"
+    os.truncate(shard, shard.stat().st_size // 2)
+    plates = tmp_path / "plates"
+    plates.mkdir()
+    for name in ("w0_red", "w0_green", "w1_red"):
+        Image.new("L", (48, 48)).save(plates / f"{name}.png")
+    for source, name in (
+        (str(shard), "00000.tar: "),
+        (f"{plates}@{{name}}_{{channel}}.png", "w1: no file of green"),
+    ):
+        text = " ".join(check(source, "tiny_cpu", {"runtime.workers": 0}).text().split())
+        assert f"lost 1: of these, images are missing and not used {name}" in text
 
 
 def test_one_image_is_not_called_images(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_line_is_a_path_or_a_path_and_a_label(
         ('label\tfile\nzebra\t"b/2.png"\nant\ta/1.png\n', [1, 0], ["ant", "zebra"]),
         ('file,caption,label\n"c d/5, 6.png","a, b",x\na/1.png,c,y\n', [0, 1], ["x", "y"]),
         ("file,y,site\nb/2.png,,3\na/1.png,ant,4\n", [-1, 0], ["ant"]),  # a blank: unknown
+        ("file,y\nb/2.png,\na/1.png,10\n", [-1, 10], []),  # integers are kept beside it
         ("filename\nb/2.png\na/1.png\n", [1, 0], ["a", "b", "c d"]),  # no labels: by folder
     ],
 )

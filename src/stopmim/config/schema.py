@@ -78,8 +78,8 @@ class PositionsConfig(Section):
     def _every_knob_has_an_effect(self) -> Self:
         stop = ("base", "covariance", "share", "levels", "ramp")
         every = (*stop, "sigma", "tokens")
-        unused = {"sincos": every, "learned": every, "jitter": stop}.get(self.kind, ())
-        has_no_effect(self, unused, f"kind: {self.kind}")
+        unused = {"sincos": every, "learned": every, "jitter": stop}
+        has_no_effect(self, unused.get(self.kind, ()), f"kind: {self.kind}")
         if self.covariance == "conditioned" and self.tokens != "masked":
             what = "does not work with covariance: conditioned, which is for masked tokens only"
             raise ValueError(f"tokens: {self.tokens} {what}; leave out one of them")
@@ -245,8 +245,8 @@ class Config(Section):
         depth = parse_arch(self.arch)[0].depth
         if self.target_layers > depth:
             raise ValueError(f"target_layers: {self.arch} has {depth}, got {self.target_layers}")
-        unused = beside if self.target == "pixels" else ("norm_pixels",)
-        has_no_effect(self, unused, f"target: {self.target}")
+        unused = {"features": ("norm_pixels",), "pixels": beside}
+        has_no_effect(self, unused.get(self.target, ()), f"target: {self.target}")
         if self.target != "pixels":
             return self
         if self.compat == "released":

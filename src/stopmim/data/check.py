@@ -53,6 +53,7 @@ class Report:
     loose: int  # images beside class folders, without a label
     classes: dict[str, list[int]]  # label -> images per class
     ignored: list[str] = field(default_factory=list)  # columns of a list that are no labels
+    lost: list[str] = field(default_factory=list)  # files and folders of which images are missing
     channels: list[Row] = field(default_factory=list)  # of images that are not ordinary pictures
     test: "Report | None" = None  # of the test split, if there is one
     refused: str | None = None  # why a test split cannot be opened
@@ -175,6 +176,11 @@ class Report:
         broken += [("", f"{name}: {reason}") for name, reason in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             broken += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
+        if self.lost:
+            broken += [("lost", f"{len(self.lost):,}: of these, images are missing and not used")]
+            broken += [("", name) for name in self.lost[:SHOWN]]
+        if len(self.lost) > SHOWN:
+            broken += [("", f"and {len(self.lost) - SHOWN:,} more")]
         count = f"{self.scanned:,}{of} image{'s' * (self.images != 1)} scanned"
         return count, labels, broken
 
@@ -303,6 +309,7 @@ def _report(
         others=getattr(whole, "others", {}),
         loose=getattr(whole, "loose", 0),
         ignored=getattr(whole, "ignored", []),
+        lost=getattr(whole, "unreadable", []),
         channels=facts.channels.rows(names) if facts.channels else [],
         # Not bincount: a label may be any integer, such as -1 or the id of an image.
         classes={

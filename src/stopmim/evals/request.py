@@ -48,7 +48,8 @@ class ImageRequest(Request):
     skip: Annotated[Path | None, "FILE.jsonl"] = None
     """leave out the images listed in this file, in both splits: see `stopmim check --fix-list`"""
     label: Annotated[tuple[str, ...], "NAME ..."] = ()
-    """labels to predict, e.g. count distance; default: all"""
+    """labels to predict, e.g. count distance; default: class, or all if there is none;
+    of scenes, all but colour"""
     size: Annotated[int | None, "INT"] = None
     """image size in pixels; default: the encoder's"""
     random_inits: Annotated[int | None, "INT"] = None

@@ -77,10 +77,13 @@ def _open_list(path: str, root: str) -> Files:
 
 
 def add_labels(files: Labelled, labels: dict[str, list[bytes]]) -> None:
-    """Sets the labels of a list: integers as they are, others numbered in sorted order."""
+    """Sets the labels of a list: integers as they are, others numbered in sorted order.
+
+    A blank is -1, unknown, and changes no other number.
+    """
     for label, values in labels.items():
-        if all(map(_INTEGER.fullmatch, values)):
-            files.labels[label] = np.array(list(map(int, values)), np.int64)
+        if all(map(_INTEGER.fullmatch, filter(None, values))):
+            files.labels[label] = np.array([int(value or -1) for value in values], np.int64)
         else:  # only of "class": see `_read_table`
             _number(files, [printable(value) for value in sorted(set(values) - {b""})], values)
 
