@@ -127,6 +127,23 @@ def test_a_file_is_replaced_and_a_link_in_its_place_not_followed(tmp_path: Path)
     assert target.read_text() == "precious"
 
 
+@pytest.mark.parametrize("kind", ["device", "link to a device", "pipe"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """``--out /dev/null`` by root took the device from the whole machine."""
+    path = tmp_path / "out"
+    match kind:
+        case "device":
+            path = Path(os.ttyname(os.openpty()[1]))
+        case "link to a device":
+            path.symlink_to("/dev/null")
+        case _:
+            os.mkfifo(path)
+    before = path.lstat()
+    with pytest.raises(StorageError, match="is a device or a pipe, so it is not replaced"):
+        write_whole(path, "new")
+    assert path.lstat() == before
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
 def test_nothing_is_appended_to_what_is_no_regular_file(tmp_path: Path, kind: str) -> None:
     target, log = victim(tmp_path), tmp_path / "log.jsonl"
