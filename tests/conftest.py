@@ -21,9 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of libraries that take ten seconds to import come first, and so to one process."""
+    """Tests of libraries that take ten seconds to import come first, and to one process."""
     slow = {"timm", "transformers", "torchvision"}
     items.sort(key=lambda item: slow.isdisjoint(getattr(item, "fixturenames", ())))
+    for item in items:
+        if not slow.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("libraries"))
 
 
 def pytest_collection_finish() -> None:
