@@ -3,7 +3,7 @@
 python examples/make_photos.py [FOLDER [COUNT]]
 
 An album has the scenes whose nearest object is about as far away: close, middle or far. Nothing
-below knows that they are rendered: any folder of photographs does as well.
+below knows that they are rendered: any folder of photographs would do.
 """
 
 import sys

@@ -22,19 +22,19 @@ from stopmim.evals.recipes import TASKS
 HEAD = """\
 # The paper beside ours
 
-Every row of every table of the paper, and of what it only draws or states, beside our runs. `make
-tables` writes this page with `stopmim ablate --page results`. The paper's numbers come from
+Every row of every table of the paper beside our runs, and what the paper only draws or states.
+`make tables` writes this page with `stopmim ablate --page results`. The paper's numbers come from
 `src/stopmim/ablations/paper.yaml`, ours from the [records](../results/README.md), and costs from
 the presets. No number of ours is typed by hand, and a test fails if the page is out of date.
 
 Our runs are small: other networks, other images and fewer updates than the paper's. Compare
-differences between rows, not numbers. Ours are percentages as means over seeds with 95 % intervals
-(Student's t; none for a single seed) and, in brackets, the paired difference from the baseline, the
-row without one. `lowshot` is the paper's classifier with few labels, `linear` the one with
-all labels on the last layer, `linear last4` on the last four, and `linear best depth` on the better
-of the two; `(paper)`: chosen on the test images. A row is shown in the setting with the longest
-training and, among equals, the paper's sigma; [Results](results.md) has all settings. What was not
-run has a command and a cost, for all rows that its setting still lacks.
+differences between rows, not numbers. Ours are percentages, as means over seeds with 95 % intervals
+(Student's t; none for a single seed) and, in brackets, the paired difference from the baseline row,
+which has none. The columns: `lowshot` is the paper's classifier with few labels; `linear` has all
+labels, on the last layer; `linear last4` on the last four; `linear best depth` on the better of the
+two; `(paper)`: chosen on the test images. Each row is shown in the setting with the longest
+training and, among equals, the paper's sigma; [Results](results.md) has all settings. Rows that
+have not been run have a command and a cost instead.
 """
 # How the number in a line of a main table is measured; DATA: images with a train and a test split.
 MEASURE = {
@@ -57,8 +57,8 @@ FIGURES = """\
 | Figure 5, similarity of positions | `stopmim analyse similarity RUN` |
 | Figure 6, what a prediction resembles | `stopmim analyse prediction RUN ...` |
 
-[Inspect a run](analyse.md#figures-5-and-6-of-the-paper) has Figures 5 and 6 from runs of ours, with
-what one should see in them, and what one does not.
+[Inspect a run](analyse.md#figures-5-and-6-of-the-paper) has Figures 5 and 6 from our runs, what
+one should see in them, and what one does not.
 """
 
 
@@ -98,7 +98,8 @@ def overview(found: Mapping[str, Sequence[Setting]], scale: Scale) -> str:
 def _about_costs(scale: Scale) -> str:
     cost = PRESETS[scale.preset].cost
     return (
-        f"What is left: {scale.seeds} seeds of `{scale.preset}`, {cost.text} each ({cost.note}). "
+        f"What is left: {scale.seeds} seeds of `{scale.preset}` per row, {cost.text} each "
+        f"({cost.note}). "
         f"At the paper's size: one seed of every row, or of every line of I-JEPA and StoP, on one "
         f"H200, from the [measured time of a step](scale.md). Evaluation comes on top."
     )
@@ -154,7 +155,7 @@ def _about_published(name: str) -> str:
         f"To run a line of I-JEPA or StoP: `stopmim pretrain imagenet/train --preset PRESET --out "
         f'RUN`, then `stopmim ablate {name} --seeds 0 --checkpoint "METHOD ARCHITECTURE=RUN" '
         f"{MEASURE[name]}`, which trains nothing and shows it beside the line of that name. In "
-        f"place of RUN, public checkpoints of other methods will do.{MORE.get(name, '')}"
+        f"place of RUN, name a public checkpoint for a line of another method.{MORE.get(name, '')}"
     )
 
 

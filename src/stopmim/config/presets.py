@@ -77,14 +77,14 @@ class Preset:
 
         The epochs of a preset that scales are for `cost.images`. Other numbers of images get
         sqrt(cost.images / count) times as many, and never fewer than make ENOUGH updates: a quarter
-        of the images is seen twice as often in half as many updates. The warm-up keeps its share.
+        of the images is seen twice as often in half as many updates. The warmup keeps its share.
         A batch that is larger than the data set is halved until it is not.
         """
         changes = changes or {}
         if not self.scales:
             return override(self.config, changes)
         given = dict(flatten(changes))
-        # Wrong values are refused here. Without warm-up, since that follows from the epochs.
+        # Wrong values are refused here. Without warmup, since that follows from the epochs.
         asked = override(self.config, {"optim.warmup_epochs": 0, **changes}).optim
         batch, epochs = asked.batch_size, asked.epochs
         while batch > count and batch > 1 and "optim.batch_size" not in given:

@@ -101,13 +101,13 @@ class OptimConfig(Section):
     batch_size: int = Field(default=2048, ge=1, le=10**6)
     """images per update over all GPUs, so that a config means the same run on any machine"""
     lr: float = Field(default=8e-4, gt=0, le=1000)
-    """peak learning rate, after the warm-up"""
+    """peak learning rate, after the warmup"""
     start_lr: float = Field(default=2e-4, ge=0, le=1000)
-    """learning rate at the start of the warm-up"""
+    """learning rate at the start of the warmup"""
     final_lr: float = Field(default=1e-6, ge=0, le=1000)
     """learning rate at the end of the cosine"""
     warmup_epochs: float = Field(default=15, ge=0)
-    """epochs of linear warm-up from start_lr to lr"""
+    """epochs of linear warmup from start_lr to lr"""
     weight_decay: tuple[Decay, Decay] = (0.04, 0.4)
     """first and last value, along a cosine; matrices only"""
     ema: tuple[Momentum, Momentum] = (0.996, 1.0)
