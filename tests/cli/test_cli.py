@@ -190,6 +190,19 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("STOPMIM_MAX_PIXELS", "x"), ("STOPMIM_MAX_PIXELS", "inf"), ("STOPMIM_MAX_BYTES", "-1")],
+)
+def test_a_limit_that_is_no_number_is_one_line(variable: str, value: str) -> None:
+    command = [sys.executable, "-m", "stopmim", "check", "scenes:10:16"]
+    env = os.environ | {variable: value}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"stopmim: error: {variable}: expected ")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_dry_run_of_every_preset_prints_config_and_size(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -24,6 +24,7 @@ from stopmim.data.rasters.windows import read_whole
 from stopmim.data.rasters.zarr import metadata_size
 from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.scanning import (
+    LATEST,
     SUFFIXES,
     class_folders,
     describe_others,
@@ -190,13 +191,14 @@ class Folder(Files):
             return None  # they depend on what is installed
         folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
-            times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
+            stats = [os.stat(self._root + folder) for folder in folders]
         except OSError:
             return None
         names = PackedPaths(index["names"], index["offsets"])
         checked = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
         sizes = file_sizes(self._root, [names[i] for i in checked.tolist()])
         same_sizes = np.array_equal(sizes, index["sizes"][checked])
+        times = [min(LATEST, status.st_mtime_ns) for status in stats]
         return index if same_sizes and times == index["times"].tolist() else None
 
 

@@ -17,6 +17,7 @@ HEIC = ("heic", "heif", "hif")
 # Raw and other images that are never read.
 FOREIGN = (*("arw", "cr2", "cr3", "dng", "nef", "orf", "pef", "raf", "rw2", "srw"),
            *("jp2", "jxl", "psd", "svg", "tga", "exr", "hdr", "ico"))  # fmt: skip
+LATEST = 2**63 - 1  # time that an array holds; damaged or hostile ones are later
 KINDS = 1000  # extensions that are counted; the rest count as ""
 
 
@@ -42,7 +43,7 @@ def scan(
         folder = folders.pop()
         try:
             status = os.stat(root + folder)
-            visited[folder] = status.st_mtime_ns
+            visited[folder] = min(LATEST, status.st_mtime_ns)
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
