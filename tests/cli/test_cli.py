@@ -69,6 +69,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ),
         ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
+        (f"ablate positions --few {'9' * 5000}", 2, "neither a number"),
         ("ablate tracking --video-size 0 --dry-run", 2, "--video-size 0: expected 1 or more"),
         ("ablate positons", 2, 'no such table; did you mean "positions"? there are positions'),
         (
