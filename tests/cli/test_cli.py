@@ -191,6 +191,14 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("value", ["²", "9" * 5000, "x", ""], ids=["²", "digits", "x", ""])
+def test_a_terminal_may_claim_any_width(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", value)
+    monkeypatch.setenv("LINES", value)
+    words = ["eval", "knn", "random:vit_micro8@16", "--data", "scenes:20:16"]
+    assert main([*words, "--random-inits", "0"]) == 0
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("STOPMIM_MAX_PIXELS", "x"), ("STOPMIM_MAX_PIXELS", "inf"), ("STOPMIM_MAX_BYTES", "-1")],

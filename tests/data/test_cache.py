@@ -117,6 +117,9 @@ def test_a_folder_of_a_year_that_no_array_holds_is_read(root: Path, place: Path)
     os.utime(root / "a", ns=(10**19, 10**19))  # of 2286, as an archive can say
     assert (root / "a").stat().st_mtime_ns > 2**63
     assert seen(root) == seen(root)
+    shard(root / "x.tar", 0, 1)
+    os.utime(root / "x.tar", ns=(10**19, 10**19))
+    assert len(Tar([root / "x.tar"])) == 1
 
 
 def test_a_damaged_or_foreign_file_in_the_cache_is_not_believed(root: Path, place: Path) -> None:

@@ -16,7 +16,7 @@ from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
 from stopmim.data import index_cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
-from stopmim.data.images import stamp_files
+from stopmim.data.images import LATEST, stamp_files
 from stopmim.data.rasters.open import ARRAYS, load, open_raster
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
 from stopmim.data.rasters.raster import Raster, Stored, form_of
@@ -24,7 +24,6 @@ from stopmim.data.rasters.windows import read_whole
 from stopmim.data.rasters.zarr import metadata_size
 from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.scanning import (
-    LATEST,
     SUFFIXES,
     class_folders,
     describe_others,

@@ -9,6 +9,7 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.decode import EXTENSIONS, READS_HEIC
+from stopmim.data.images import LATEST
 from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.source import PackedPaths, printable
 
@@ -17,7 +18,6 @@ HEIC = ("heic", "heif", "hif")
 # Raw and other images that are never read.
 FOREIGN = (*("arw", "cr2", "cr3", "dng", "nef", "orf", "pef", "raf", "rw2", "srw"),
            *("jp2", "jxl", "psd", "svg", "tga", "exr", "hdr", "ico"))  # fmt: skip
-LATEST = 2**63 - 1  # time that an array holds; damaged or hostile ones are later
 KINDS = 1000  # extensions that are counted; the rest count as ""
 
 
