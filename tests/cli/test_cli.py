@@ -191,7 +191,9 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("value", ["²", "9" * 5000, "x", ""], ids=["²", "digits", "x", ""])
+@pytest.mark.parametrize(
+    "value", ["\u00b2", "9" * 5000, "x", ""], ids=["superscript", "digits", "x", ""]
+)
 def test_a_terminal_may_claim_any_width(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", value)
     monkeypatch.setenv("LINES", value)
