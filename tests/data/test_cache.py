@@ -119,7 +119,7 @@ def test_a_folder_of_a_year_that_no_array_holds_is_read(root: Path, place: Path)
     assert seen(root) == seen(root)
     shard(root / "x.tar", 0, 1)
     os.utime(root / "x.tar", ns=(10**19, 10**19))
-    assert len(Tar([root / "x.tar"])) == 1
+    assert len(Tar([str(root / "x.tar")])) == 1
 
 
 def test_a_damaged_or_foreign_file_in_the_cache_is_not_believed(root: Path, place: Path) -> None:
