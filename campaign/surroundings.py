@@ -1,4 +1,4 @@
-"""What surrounds a command: its streams, limits and caches, names of folders, kills of others."""
+"""What surrounds a command: streams, limits, variables, caches, names, links, kills of others."""
 
 import json
 import os
@@ -22,11 +22,35 @@ NAMES = (
     *(b"a\nstopmim: error: b", b"a\x1b[2Jb", b"n" * 255, b"-x", b" ", b"[a]*?", b"{1..3}", b"%s%n"),
     *(b"a'b\"c", b"$(id)", b"<script>", b"tar:x", "a\u202eb".encode()),
 )
+VARIABLES = (
+    *("LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_PROCID", "OMP_NUM_THREADS", "HOME"),
+    *("STOPMIM_WORKERS", "STOPMIM_CACHE", "XDG_CACHE_HOME", "COLUMNS", "LINES", "TERM", "TZ"),
+)
+VALUES = (
+    *(
+        "",
+        "x",
+        "0",
+        "-1",
+        "9" * 5000,
+        "1e400",
+        "nan",
+        "\u00b2",
+        "\u0663",
+        "\n",
+        "n" * 300,
+        "\udce9",
+    ),
+    *("/dev/full", "/dev/zero", "/nowhere/a", "a/b"),
+)
 STEPS = ("step-99999999", "step-zzzzzzzz", "step-\u0663" + "\u0663" * 7, "step--0000001")
 
 
 def case(case: Case) -> None:
-    kinds = (streams, names, caches, descriptors, forged, killed_repair, told_to_end, at_once)
+    kinds = (
+        *(streams, names, caches, descriptors, forged, killed_repair, told_to_end, at_once),
+        *(variables, hard_links, killed_evaluation),
+    )
     kind = kinds[case.number % len(kinds)]
     case.about = kind.__name__
     kind(case)
@@ -217,6 +241,57 @@ def at_once(case: Case) -> None:
     need(len(lines) == before + 2 * new, f"{len(lines)} results, not {before} + 2 * {new}")
     numbers = [line.number for line in lines]
     need(len(set(numbers)) == len(numbers), f"results of the same number: {numbers}")
+    need(count_lines(lines).damaged == 0, "a damaged result")
+
+
+def variables(case: Case) -> None:
+    """Whatever a variable of the environment holds, a command ends as documented."""
+    run, name, value = half(case), case.dice.choice(VARIABLES), case.dice.choice(VALUES)
+    case.about += f" {name}={value[:20]!r}"
+
+    def spoil() -> None:
+        os.chdir(case.folder)  # a relative cache lies there
+        os.environ[name] = value
+
+    evaluation: list[str | Path] = ["eval", "knn", run, "--data", "scenes:40:16"]
+    case.run(*evaluation, "--random-inits", "1", before=spoil)
+    line = words(case.shared / "images", run, case.shared / "config.yaml")
+    case.run(*line, "--runtime.workers", "null", before=spoil)
+    resume(case, run)
+
+
+def hard_links(case: Case) -> None:
+    """A copy of a run by hard links shares nothing that a command writes."""
+    run, twin = half(case), case.folder / "twin"
+    shutil.copytree(run, twin, copy_function=os.link)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for name in case.dice.sample(READERS, 2):
+        perform(case, name, twin, USUAL)
+    case.run("repair", twin)
+    resume(case, twin)
+    changed = [path.name for path, text in before.items() if path.read_bytes() != text]
+    need(not changed, f"files of the original have changed: {changed}")
+    resume(case, run)
+
+
+def killed_evaluation(case: Case) -> None:
+    """An evaluation that is killed at any moment, and repeated, prints what it would have."""
+    run, protocol = half(case), case.dice.choice(("knn", "linear", "lowshot", "finetune"))
+    case.about += f" {protocol}"
+    labels = ["--per-class", "2"] if protocol in ("lowshot", "finetune") else []
+    data = ["--data", "scenes:40:16", "--random-inits", "0", *labels]
+    for _ in range(case.dice.randint(1, 3)):
+        started = case.start("eval", protocol, run, *data)
+        started.wait(case.dice.uniform(0, 1.5))
+        started.signal(signal.SIGKILL)
+        started.finish()
+    killed = case.run("eval", protocol, run, *data)
+    lines = parse_jsonl(run / "results.jsonl")
+    for folder in (case.folder / "cache", run):
+        shutil.rmtree(folder, ignore_errors=True)
+    whole = case.run("eval", protocol, half(case), *data)
+    need(killed.code == whole.code == 0, f"{killed}; {whole}")
+    need(killed.printed == whole.printed, f"other numbers: {killed.printed!r}, {whole.printed!r}")
     need(count_lines(lines).damaged == 0, "a damaged result")
 
 

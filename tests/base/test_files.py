@@ -164,6 +164,25 @@ def test_nothing_is_appended_to_what_is_no_regular_file(tmp_path: Path, kind: st
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("path", ["", "/"])
+def test_a_path_without_a_name_is_no_file_to_write(path: str) -> None:
+    with pytest.raises(StorageError, match="cannot write: Is a directory"):
+        write_whole(Path(path), "text")
+
+
+@pytest.mark.parametrize("count", [None, Count(0, 0, 1, 1)], ids=["counted", "known"])
+def test_a_file_of_another_name_as_well_is_copied_before_lines_are_appended(
+    tmp_path: Path, count: Count | None
+) -> None:
+    other, log = tmp_path / "other", tmp_path / "log.jsonl"
+    other.write_text('{"a": 1}\n')
+    log.hardlink_to(other)
+    for b in (2, 3):
+        append_jsonl(log, {"b": b}, count=count)
+    assert other.read_text() == '{"a": 1}\n'
+    assert list(read_jsonl(log)) == [{"a": 1}, {"b": 2}, {"b": 3}]
+
+
 def test_temporary_names_cannot_be_guessed_and_nothing_is_left(tmp_path: Path) -> None:
     names = set()
     for _ in range(3):

@@ -69,6 +69,7 @@ COMMANDS += ["analyse", "report", "features", "inspect", "export", "bench", "pre
         ),
         ("eval lowshot random:vit_micro8@24 --data scenes:16:24 --list {tmp}/empty", 3, "Is a dir"),
         ("ablate positions --few 0", 2, "--few 0: neither a number"),
+        (f"ablate positions --few {'9' * 5000}", 2, "neither a number"),
         ("ablate tracking --video-size 0 --dry-run", 2, "--video-size 0: expected 1 or more"),
         ("ablate positons", 2, 'no such table; did you mean "positions"? there are positions'),
         (
@@ -188,6 +189,29 @@ def test_a_mistake_is_one_line_with_its_exit_code(
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "run").exists()  # nothing is left behind
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "value", ["\u00b2", "9" * 5000, "x", ""], ids=["superscript", "digits", "x", ""]
+)
+def test_a_terminal_may_claim_any_width(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", value)
+    monkeypatch.setenv("LINES", value)
+    words = ["eval", "knn", "random:vit_micro8@16", "--data", "scenes:20:16"]
+    assert main([*words, "--random-inits", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("STOPMIM_MAX_PIXELS", "x"), ("STOPMIM_MAX_PIXELS", "inf"), ("STOPMIM_MAX_BYTES", "-1")],
+)
+def test_a_limit_that_is_no_number_is_one_line(variable: str, value: str) -> None:
+    command = [sys.executable, "-m", "stopmim", "check", "scenes:10:16"]
+    env = os.environ | {variable: value}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"stopmim: error: {variable}: expected ")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,7 +9,7 @@ import pytest
 from stopmim import Run, pretrain
 from stopmim.base.errors import StorageError
 from stopmim.cli import main
-from tiny import tiny, write_folder
+from tiny import assert_same_run, tiny, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,27 @@ def test_commands_that_write(
     images = begun.path.parent / "images"
     assert main(command.format(run=run, images=images).split()) == code
     assert untouched(victim)
+
+
+def test_a_hard_link_is_replaced_by_a_copy(begun: Run, run: Path, victim: Path) -> None:
+    names = ["run.lock", "results.jsonl", "bad_files.jsonl", "damaged/results.jsonl"]
+    (run / "damaged").mkdir()
+    (run / "run.lock").unlink()
+    for name in names:
+        (run / name).hardlink_to(victim / "precious")
+    pretrain(begun.path.parent / "images", run, tiny()).add_result(value=1.0)
+    assert main(["repair", str(run)]) == 0
+    assert untouched(victim)
+
+
+def test_a_copy_of_hard_links_trains_beside_its_original(begun: Run, tmp_path: Path) -> None:
+    images, both = begun.path.parent / "images", [tmp_path / "a", tmp_path / "b"]
+    shutil.copytree(begun.path, both[0])
+    shutil.copytree(both[0], both[1], copy_function=os.link)
+    first = pretrain(images, both[0], tiny())
+    lines = first.metrics
+    assert_same_run(first, pretrain(images, both[1], tiny()))
+    assert first.metrics == lines
 
 
 @pytest.mark.parametrize(

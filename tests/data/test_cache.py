@@ -113,6 +113,15 @@ def test_two_roots_and_two_names_of_one_root_do_not_share_an_index(
     assert seen(Path("set")) == seen(root)
 
 
+def test_a_folder_of_a_year_that_no_array_holds_is_read(root: Path, place: Path) -> None:
+    os.utime(root / "a", ns=(10**19, 10**19))  # of 2286, as an archive can say
+    assert (root / "a").stat().st_mtime_ns > 2**63
+    assert seen(root) == seen(root)
+    shard(root / "x.tar", 0, 1)
+    os.utime(root / "x.tar", ns=(10**19, 10**19))
+    assert len(Tar([str(root / "x.tar")])) == 1
+
+
 def test_a_damaged_or_foreign_file_in_the_cache_is_not_believed(root: Path, place: Path) -> None:
     expected = seen(root)
     (stored,) = place.iterdir()

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image
 from stopmim.base.errors import DataError
 from stopmim.data.decode import BadImageError
 from stopmim.data.sources.open import open_images
+from stopmim.data.sources.shards import expand_braces
 from stopmim.data.sources.tar import Tar
 
 Files = list[tuple[str, bytes]]
@@ -185,6 +187,15 @@ def test_missing_shards_of_a_brace_list_are_counted(tmp_path: Path) -> None:
         open_images(f"{tmp_path}/a-{{0..99999999999}}.tar")
     with pytest.raises(DataError, match="none or over"):
         open_images(f"{tmp_path}/a-{{7..3}}.tar")
+
+
+def test_a_brace_list_of_long_names_is_refused_before_they_fill_the_memory() -> None:
+    tracemalloc.start()
+    with pytest.raises(DataError, match="or too long names"):
+        expand_braces("{a,b}" * 5000 + ".tar")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**29
 
 
 # ------------------------------------------------------------- damaged shards

@@ -183,7 +183,16 @@ def test_drawn_videos_are_opened_by_count_size_and_seed(
 
 
 @pytest.mark.parametrize(
-    "source", ["scenes:", "scenes:0", "scenes:2:0", "scenes:x", "scenes:1:2:3:4"]
+    "source",
+    [
+        "scenes:",
+        "scenes:0",
+        "scenes:2:0",
+        "scenes:x",
+        "scenes:1:2:3:4",
+        "scenes:1:4097",
+        "scenes:10001",
+    ],
 )
 def test_a_source_that_makes_no_sense_is_one_line(source: str) -> None:
     with pytest.raises(UserError, match="expected scenes") as caught:

@@ -332,6 +332,8 @@ def test_the_global_state_of_this_process_is_left_alone() -> None:
         (96, {"LOCAL_WORLD_SIZE": "8"}, 11),
         (8, {"LOCAL_WORLD_SIZE": "8"}, 1),
         (4, {"LOCAL_WORLD_SIZE": "8"}, 1),
+        (4, {"LOCAL_WORLD_SIZE": "0", "SLURM_CPUS_PER_TASK": ""}, 3),
+        (4, {"LOCAL_WORLD_SIZE": "x", "SLURM_CPUS_PER_TASK": "9" * 5000}, 3),
         # SLURM gives each rank cores of its own, whether or not it keeps it to them.
         (12, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_PER_TASK": "12"}, 11),
         (96, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_PER_TASK": "12"}, 11),

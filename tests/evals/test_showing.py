@@ -101,9 +101,12 @@ def test_a_process_that_dies_is_an_error_that_names_the_image(
         shown(files, View(28, 24), 4)
 
 
-def test_a_number_of_processes_is_a_number(files: Images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOPMIM_WORKERS", "all")
-    with pytest.raises(UserError, match="STOPMIM_WORKERS=all: expected a number"):
+@pytest.mark.parametrize("wrong", ["all", "-1", "9" * 5000], ids=["all", "-1", "digits"])
+def test_a_number_of_processes_is_a_number(
+    files: Images, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOPMIM_WORKERS", wrong)
+    with pytest.raises(UserError, match=f"STOPMIM_WORKERS={wrong}: expected a number"):
         shown(files, View(28, 24), 4)
 
 

@@ -1,6 +1,7 @@
 """The protocols on images, as a person asks for them; what is kept; fine-tuning; comparison."""
 
 import dataclasses
+import errno
 import importlib
 import io
 import json
@@ -228,6 +229,21 @@ def test_damaged_features_are_computed_again(damage: str) -> None:
     assert torch.equal(frozen(encoder, images, View(24, 24)), first)
     assert len(encoder.calls) == 1
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing else is left behind
+
+
+def test_a_full_cache_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "save_file", full)
+    monkeypatch.setenv("STOPMIM_CACHE", str(tmp_path / "full"))
+    for size in (4, 5, 6):
+        frozen(Planted(), Coloured(size), View(24, 24))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    what = "cannot write to the cache: No space left on device"
+    assert warnings == [f"stopmim: warning: {tmp_path / 'full'}: {what}"]
 
 
 def test_a_cache_that_cannot_be_written_or_is_turned_off_is_no_failure(

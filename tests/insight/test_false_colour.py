@@ -83,6 +83,7 @@ def test_captions_name_the_channels() -> None:
     [
         (("12",), "--show 12: no such channel; channels are 0 to 11$"),
         (("-1",), "--show -1: no such channel"),
+        (("9" * 5000,), "--show 9+: no such channel"),
         (("0", "1"), "--show: one channel or three, got 2"),
     ],
 )

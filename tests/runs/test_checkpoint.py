@@ -308,6 +308,22 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(
     assert live.left == 0
 
 
+def test_a_checkpoint_that_is_pruned_after_it_was_found_gives_way_to_the_next(
+    copy: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, asked = Live(copy, monkeypatch, 0), list[Path]()
+
+    def read(path: Path) -> int:
+        asked.append(path)
+        if len(asked) == 1:
+            live.save(path, 5)
+            shutil.rmtree(path)
+        return int(checkpoint.state(path)["step"])
+
+    assert checkpoint.read_newest(copy.path, read) == 5
+    assert [path.name for path in asked] == ["step-00000004", "step-00000005"]
+
+
 def test_a_checkpoint_that_is_damaged_and_stays_is_still_an_error(copy: Run) -> None:
     for path in (copy.path / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")

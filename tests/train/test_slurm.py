@@ -190,6 +190,7 @@ def test_a_log_that_has_no_place_is_one_line(
     [
         (["--slurm", "8"], "expected NODESxGPUS"),
         (["--slurm", "0x8"], "expected NODESxGPUS"),
+        (["--slurm", f"1x{'9' * 5000}"], "expected NODESxGPUS"),
         (["--slurm", "1x3", "--optim.batch_size", "64"], "64 images cannot be shared by 3 GPUs"),
         (["--slurm", "1x8", "--optim.lrr", "1"], "unknown key"),
         (["--sbatch", "partition=x"], "without --slurm"),

@@ -1,6 +1,7 @@
 """Questions that the encoders of a table are asked, with all data opened and checked beforehand."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,7 +81,7 @@ def questions(
     if asks == "few labels" and scenes:
         protocols = ("lowshot", "linear")
     chosen = b""
-    if few.isdecimal() and int(few):
+    if re.fullmatch("0*[1-9][0-9]{,8}", few):
         labelled: dict[str, Any] = {"per_class": int(few)}
     elif os.path.isfile(few):
         labelled, chosen = {"list": few}, read_regular(few)

@@ -5,7 +5,10 @@ caller is a ValueError; anything else that escapes is a bug (exit code 1).
 """
 
 import difflib
+import os
 from collections.abc import Iterable
+
+LARGEST = 2.0**53  # number in an environment variable; no system waits longer or holds more
 
 
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
@@ -32,6 +35,17 @@ def check_least(options: object, **least: float) -> None:
         value = getattr(options, name)
         if value is not None and not value >= low:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
+
+
+def setting(variable: str, default: float, unit: str = "seconds") -> float:
+    """A number above 0 from an environment variable."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        if 0 < (value := float(text)) <= LARGEST:
+            return value
+    except ValueError:
+        pass
+    raise UserError(f"{variable}: expected {unit} above 0, got {text!r}")
 
 
 class DataError(UserError, code=3):

@@ -128,8 +128,7 @@ def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None)
     Without the `count` of the lines that are there, they are counted, and other processes that
     do so, or rewrite the file, wait.
     """
-    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) if count else locked(path)
-    with open(handle, "ab+", buffering=0) as file:
+    with open(open_to_append(path, lock=count is None), "ab+", buffering=0) as file:
         known = count or count_lines(parse_jsonl(path))
         lines = [checked(tree, known.following + i, known.old) for i, tree in enumerate(trees)]
         # If a full disk tore the last line, start a new one: this line must stay readable.
@@ -140,16 +139,23 @@ def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None)
             data = data[file.write(data) :]
 
 
-def locked(path: Path) -> int:
-    """A descriptor of the file of lines at `path`, for this process alone until it is closed."""
+def open_to_append(path: Path, *, lock: bool = True) -> int:
+    """A descriptor of the file of lines at `path`, if `lock` for this process alone until closed.
+
+    A hard link is replaced by a copy: the other name may be anybody's file, or a backup's.
+    """
     while True:
         handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        if lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
-        os.close(handle)  # it was replaced by another process meanwhile
+            status = os.fstat(handle)
+            if os.path.samestat(status, os.stat(path)):
+                if status.st_nlink == 1:
+                    return handle
+                write_whole(path, read_regular(path))
+        os.close(handle)  # it was replaced, here or by another process
 
 
 def number(value: object) -> float | None:
@@ -252,6 +258,8 @@ def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
     if path.exists() and not (path.is_file() or path.is_dir()):  # root would replace /dev/null
         raise StorageError(f"{path}: is a device or a pipe, so it is not replaced; name a file")
     try:
+        if not path.name:  # "", or "/"
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         sweep(path.parent)
         handle, temporary = _beside(path, folder)
         try:

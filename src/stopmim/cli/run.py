@@ -7,6 +7,7 @@ inside the commands that need it, so that ``--help`` and typos answer at once.
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: see base/errors.py."""
     # Before torch is imported: a lost rank is one line of ours, without a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in ("COLUMNS", "LINES"):  # superscripts count as numbers for rich, which then fails
+        if not re.fullmatch("[0-9]{,4}", os.environ.get(name, "")):
+            del os.environ[name]
     words = [hide(word) for word in (sys.argv[1:] if argv is None else argv)]
     debug = "--debug" in words  # tracebacks instead of one line
     try:

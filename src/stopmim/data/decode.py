@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 from PIL import Image, UnidentifiedImageError, features
 
+from stopmim.base.errors import setting
 from stopmim.base.memory import give_back
 
 try:
@@ -30,7 +31,7 @@ except ImportError:  # the extra `fast`
     simplejpeg = None
 
 # Pillow warns of a decompression bomb above this; 358 MB when decoded.
-MAX_PIXELS = int(os.environ.get("STOPMIM_MAX_PIXELS", 89_478_485))
+MAX_PIXELS = int(setting("STOPMIM_MAX_PIXELS", 89_478_485, "pixels"))
 if "STOPMIM_MAX_PIXELS" in os.environ:
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 LARGE = 2**27  # bytes of pixels, beyond which freed memory is worth a call

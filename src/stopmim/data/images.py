@@ -27,6 +27,8 @@ import numpy as np
 
 from stopmim.data.rasters.raster import Raster
 
+LATEST = 2**63 - 1  # nanoseconds that an array holds, of a file dated later as well
+
 
 class Images(Protocol):
     """Numbered images, with or without labels."""
@@ -133,6 +135,6 @@ def file_state(file: Path | str | bytes) -> tuple[int, int]:
     """Size and modification time; (-1, -1) if there is none: reading it will say why."""
     try:
         status = os.stat(file)
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, min(LATEST, status.st_mtime_ns)
     except OSError:
         return -1, -1

@@ -1,12 +1,11 @@
 """One attempt to fetch a file at a URL through fsspec, and the meaning of its failure."""
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from stopmim.base.errors import DataError, UserError
+from stopmim.base.errors import DataError, UserError, setting
 from stopmim.base.secrets import reveal, shown
 from stopmim.base.waiting import within
 
@@ -248,14 +247,3 @@ def _within(seconds: float, function: Callable[[], T]) -> T:
 def _number(text: str) -> float:
     """Seconds of a Retry-After; 0 if it is a date, or nothing."""
     return float(text) if re.fullmatch(r"\d{1,6}", text) else 0.0
-
-
-def setting(variable: str, default: float, unit: str = "seconds") -> float:
-    """A number above 0 from an environment variable."""
-    text = os.environ.get(variable) or str(default)
-    try:
-        if (value := float(text)) > 0:
-            return value
-    except ValueError:
-        pass
-    raise UserError(f"{variable}: expected {unit} above 0, got {text!r}")

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from stopmim.base.console import warn
-from stopmim.base.errors import StorageError, UserError
+from stopmim.base.errors import StorageError, UserError, setting
 from stopmim.base.files import read_regular, write_whole
 from stopmim.data import index_cache
 from stopmim.data.fetch import fetch, look, patience
-from stopmim.data.protocols import About, MissingError, RemoteError, setting
+from stopmim.data.protocols import About, MissingError, RemoteError
 
 DEFAULT_GB = 50.0
 WRONG = 3  # times that a checksum may be wrong: a transfer may be damaged, but not always

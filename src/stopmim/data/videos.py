@@ -6,6 +6,7 @@ machine; render.py says how.
 """
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ VOID = 255  # in DAVIS-2017: neither object nor background; its evaluation count
 RENDERED = (30, 64, 0)  # default count, size and seed of rendered videos
 MAX_FRAME = 2**24  # pixels of a frame, of which AHEAD are held: twice those of 4K
 MAX_LIST = 10_000_000  # bytes of a list of videos
+MOST_RENDERED = 10_000
 LENGTH = 20  # frames of a rendered video
 AHEAD = 16  # frames read before they are asked for
 BODIES = 4  # maximum per scene; the mean is about two, as in DAVIS
@@ -73,6 +75,9 @@ def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]
     """
     if str(source).split(":")[0] == "scenes":
         count, size, seed = parse_scenes(str(source), RENDERED)
+        if count > MOST_RENDERED or size**2 > MAX_FRAME:
+            most = f"{MOST_RENDERED:,} of {math.isqrt(MAX_FRAME)} pixels a side"
+            raise UserError(f"{source}: expected scenes[:count[:size[:seed]]], at most {most}")
         return [SceneVideo(seed, i, size) for i in range(count)]
     if year is None:
         year = "2017" if (Path(source) / "ImageSets" / "2017").is_dir() else "2016"

@@ -11,6 +11,7 @@ import mmap
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import socket
 from collections import deque
@@ -49,10 +50,16 @@ def cores() -> int:
 
 def cores_per_rank() -> int:
     """Number of cores for this process, of those that it shares with other ranks."""
-    own = os.environ.get("SLURM_CPUS_PER_TASK", "")  # of a rank, unless torchrun started it
-    if own.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return min(cores(), int(own))
-    return cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    own = _given("SLURM_CPUS_PER_TASK")  # of a rank, unless torchrun started it
+    if own and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return min(cores(), own)
+    return cores() // max(1, _given("LOCAL_WORLD_SIZE"))  # set by torchrun
+
+
+def _given(variable: str) -> int:
+    """A count in an environment variable; 0 if it holds none, whoever has set it."""
+    text = os.environ.get(variable, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def default_workers(images: Images) -> int:

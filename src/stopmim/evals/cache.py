@@ -5,6 +5,7 @@ everything it depends on, is written to a temporary name and renamed, and contai
 damaged files are computed again. Any of them may be deleted.
 """
 
+import functools
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,12 @@ def store(kind: str, key: str, tensors: dict[str, Tensor], text: str = "") -> No
             save_file(tensors, temporary, {"text": text, "sha256": _digest(key, tensors, text)})
             faultpoint("cache.written")
     except (OSError, StorageError, SafetensorError) as error:
-        warn(f"{path.parent}: cannot write to the cache: {error}")
+        _complain(path.parents[1], str(error).removeprefix(f"{path}: cannot write: "))
+
+
+@functools.cache  # a full disk is so for every file
+def _complain(place: Path, why: str) -> None:
+    warn(f"{place}: cannot write to the cache: {why}")
 
 
 def _path(kind: str, key: str) -> Path | None:

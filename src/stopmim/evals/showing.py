@@ -8,6 +8,7 @@ Shapes: N images, B of a batch, C channels, S pixels along one edge of a view.
 
 import mmap
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,7 +164,7 @@ class Showing:
 def worker_processes(n: int) -> int:
     """Processes to read `n` images with; 0 to read them in this one."""
     asked = os.environ.get(WORKERS, "")
-    if asked and not asked.isdecimal():
+    if asked and not re.fullmatch("[0-9]{1,9}", asked):
         raise UserError(f"{WORKERS}={asked}: expected a number of processes, or 0 for none")
     # Only a fork shares the memory that workers write to.
     if n <= FEW or sys.platform != "linux":

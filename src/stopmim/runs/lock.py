@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from stopmim.base.console import say, warn
 from stopmim.base.errors import RunInUseError, StorageError
-from stopmim.base.files import open_regular, read_regular
+from stopmim.base.files import open_regular, read_regular, write_whole
 
 BEAT = 10.0  # seconds between two heartbeats
 WATCH = 60.0  # seconds without one, after which the owner on another machine counts as dead
@@ -121,14 +121,12 @@ def place_of(path: Path) -> Place:
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Locks the run directory `path`; raises StorageError or RunInUseError if it cannot."""
-    lock = path / "run.lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        handle = open_regular(lock, os.O_RDWR | os.O_CREAT)
+        handle = _locked(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot write here: {error.strerror}") from None
     try:
-        _lock(path, handle)
         claim = Claim(path, handle)
     except BaseException:
         os.close(handle)
@@ -146,6 +144,22 @@ def claimed(path: Path) -> Iterator[None]:
             claim.release()
 
 
+def _locked(path: Path) -> int:
+    """A descriptor of run.lock, locked; a hard link, to whatever file, is replaced by a copy."""
+    lock = path / "run.lock"
+    while True:
+        handle = open_regular(lock, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(path, handle)
+            if os.fstat(handle).st_nlink == 1:
+                return handle
+            write_whole(lock, read_regular(lock))
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
 def _lock(path: Path, handle: int) -> None:
     """Takes the lock, or says who has it."""
     try:
@@ -155,7 +169,7 @@ def _lock(path: Path, handle: int) -> None:
     except OSError as error:  # a file system without locks
         what = f"cannot lock this file: {error.strerror}; choose --out on another disk"
         raise StorageError(f"{path / 'run.lock'}: {what}") from None
-    if not os.fstat(handle).st_nlink:  # its last owner has just deleted the file
+    if not _is_same(path / "run.lock", handle):  # its last owner has just removed or replaced it
         what = "was in use by a process that has just ended; run the same command again"
         raise RunInUseError(f"{path}: {what}")
     _watch(path)

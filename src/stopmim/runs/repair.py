@@ -18,8 +18,7 @@ from stopmim.base.files import (
     Line,
     count_lines,
     leftovers,
-    locked,
-    open_regular,
+    open_to_append,
     own_folder,
     parse_jsonl,
     remove,
@@ -188,11 +187,11 @@ class Repair:
 
     def without_damage(self, file: Path) -> list[Line]:
         """Moves the damaged lines of a log; returns all that were there."""
-        handle = locked(file)  # an evaluation may be about to add a line
+        handle = open_to_append(file)  # an evaluation may be about to add a line
         try:
             lines = parse_jsonl(file)
             place = own_folder(self.path / ASIDE) / file.name
-            with open(open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as rest:
+            with open(open_to_append(place), "ab") as rest:
                 rest.write(_text([line for line in lines if line.tree is None]))
             write_whole(file, _text([line for line in lines if line.tree is not None]))
             return lines

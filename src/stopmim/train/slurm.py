@@ -28,7 +28,7 @@ def script(
 
     `options` are more options for sbatch, without dashes: "partition=gpu time=24:00:00".
     """
-    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)):
+    if not (match := re.fullmatch(r"([1-9][0-9]{,4})x([1-9][0-9]{,4})", size)):
         raise UserError(f"--slurm: expected NODESxGPUS, for example 2x8, got {size!r}")
     if not str(out).isprintable():
         raise UserError(f"--out: {str(out)!r} has characters that a batch script cannot hold")

@@ -16,7 +16,7 @@ from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
 from stopmim.data import index_cache
 from stopmim.data.decode import EXTENSIONS, BadImageError
-from stopmim.data.images import stamp_files
+from stopmim.data.images import LATEST, stamp_files
 from stopmim.data.rasters.open import ARRAYS, load, open_raster
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
 from stopmim.data.rasters.raster import Raster, Stored, form_of
@@ -190,13 +190,14 @@ class Folder(Files):
             return None  # they depend on what is installed
         folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
-            times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
+            stats = [os.stat(self._root + folder) for folder in folders]
         except OSError:
             return None
         names = PackedPaths(index["names"], index["offsets"])
         checked = np.unique(np.linspace(0, len(names) - 1, SPOT_CHECKS).astype(np.int64))
         sizes = file_sizes(self._root, [names[i] for i in checked.tolist()])
         same_sizes = np.array_equal(sizes, index["sizes"][checked])
+        times = [min(LATEST, status.st_mtime_ns) for status in stats]
         return index if same_sizes and times == index["times"].tolist() else None
 
 

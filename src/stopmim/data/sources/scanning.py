@@ -9,6 +9,7 @@ import numpy as np
 
 from stopmim.base.errors import DataError
 from stopmim.data.decode import EXTENSIONS, READS_HEIC
+from stopmim.data.images import LATEST
 from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.source import PackedPaths, printable
 
@@ -42,7 +43,7 @@ def scan(
         folder = folders.pop()
         try:
             status = os.stat(root + folder)
-            visited[folder] = status.st_mtime_ns
+            visited[folder] = min(LATEST, status.st_mtime_ns)
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))

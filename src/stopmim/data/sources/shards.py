@@ -20,6 +20,7 @@ from stopmim.data.sources.scanning import holds_images
 from stopmim.data.sources.source import Split, no_split, printable
 
 MAX_FILES = 1_000_000  # that a pattern may stand for
+MAX_TEXT = 2**28  # characters of all their names
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
@@ -147,8 +148,10 @@ def expand_braces(pattern: str) -> list[str]:
         if ends := _RANGE.fullmatch(found[1]):
             choices = range(int(ends[1]), int(ends[2]) + 1)
             width = len(ends[1]) if ends[1].startswith("0") else 0
-        if not 0 < len(names) * len(choices) <= MAX_FILES:
-            raise DataError(f"{printable(pattern)}: stands for none or over {MAX_FILES} files")
+        count = len(names) * len(choices)
+        if not 0 < count <= min(MAX_FILES, MAX_TEXT // len(names[0])):
+            what = f"stands for none or over {MAX_FILES} files, or too long names"
+            raise DataError(f"{printable(pattern)}: {what}")
         names = [
             f"{head}{str(choice).zfill(width)}{tail}"
             for name in names

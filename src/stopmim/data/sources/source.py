@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stopmim.base.console import visible
-from stopmim.base.errors import DataError, NoPartError
+from stopmim.base.errors import DataError, NoPartError, setting
 from stopmim.base.files import read_regular
 from stopmim.data.images import Images
 
@@ -21,7 +21,7 @@ Split = Literal["train", "test"]
 
 MAX_SHARD = 2**46  # bytes of a file that is read in parts: more than any file system has
 # Bytes to which a compressed archive or table may expand in memory, if it is small itself.
-MAX_EXPANDED = int(os.environ.get("STOPMIM_MAX_BYTES", 2**29))
+MAX_EXPANDED = int(setting("STOPMIM_MAX_BYTES", 2**29, "bytes"))
 MAX_FILE = 400_000_000  # bytes of a list or a description; the scenes of CLEVR are the longest
 
 

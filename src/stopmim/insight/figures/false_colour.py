@@ -5,6 +5,7 @@ are asked for, or those of these names, or the first, the middle and the last. E
 its range to 0..255, so that pictures of one run compare.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def _number(word: str, stats: PixelStats) -> int:
     """The channel that `word` names or, from 0, counts."""
     if stats.names and word in stats.names:
         return stats.names.index(word)
-    if word.isdecimal() and int(word) < stats.channels:
+    if re.fullmatch("[0-9]{1,9}", word) and int(word) < stats.channels:
         return int(word)
     near = did_you_mean(word, stats.names or ())
     known = f"0 to {stats.channels - 1}" + (f", or {', '.join(stats.names)}" if stats.names else "")
