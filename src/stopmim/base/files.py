@@ -255,9 +255,9 @@ def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
     followed, and nobody can have prepared a link of the temporary name. What killed processes have
     left beside it is removed. A folder takes the place of nothing, or of an empty one.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # root would replace /dev/null
-        raise StorageError(f"{path}: is a device or a pipe, so it is not replaced; name a file")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # root would replace /dev/null
+            raise StorageError(f"{path}: is a device or a pipe, so it is not replaced; name a file")
         if not path.name:  # "", or "/"
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         sweep(path.parent)
