@@ -220,7 +220,7 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("a/1.png\na/1.png\n", r"a/1\.png is listed 2 times"),
         ("../a/1.png\n", r"\.\./a/1\.png: not a path below"),
         ("/etc/x.png\n", "not a path below"),
-        ("a/1.png\na/2\n", "a/2: neither an image file nor"),
+        ("a/1.png\na/2\n", "a/2: not an image file; every line"),
         ("\n\n", "an empty list"),
         ("path,label\na/1.png,x,y\n", "3 values in row 2, but 2 in the header; quote"),
         ("path,label\na/1.png,x\nb/2,y\n", "in none of the columns path, class is every value"),

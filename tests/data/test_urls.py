@@ -215,7 +215,7 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
         far = open_images(server.url)
     with impatient(tmp_path / "cache", STOPMIM_REMOTE_PATIENCE="0.5"):
         begin = time.monotonic()
-        gone = r"train-000\.tar: not to be had for \d s, at last: "
+        gone = r"train-000\.tar: unavailable for \d s, last error: "
         with pytest.raises(DataError, match=gone) as e:
             far.read(0)
     assert time.monotonic() - begin < 5

@@ -32,9 +32,9 @@ PEAK = 10.0
 
 
 def common_form(images: Images, config: Config | None = None) -> Form:
-    """The form that the source states, or else that of most of a few images.
+    """The form that the source states, or else the most frequent one of a few images.
 
-    Images that cannot be read do not count; if none can, they are taken for ordinary pictures.
+    Unreadable images do not count; if all are, they are taken for ordinary pictures.
     """
     names: tuple[str, ...] = tuple(getattr(images, "channel_names", None) or ())
     if hasattr(images, "channels") or hasattr(images, "kind"):
@@ -123,7 +123,7 @@ def _short(x: float) -> float:
 
 
 def _read(images: Images, numbers: np.ndarray, config: Config | None, make: Any) -> Iterator[Any]:
-    """`make` of each of these images and its number; None for one that cannot be read."""
+    """Yields `make` of each image and its number; None for one that cannot be read."""
     runtime = (config or Config()).runtime
     watched = Watched(images, runtime.workers, runtime.worker_timeout)
     chunks = [numbers[i : i + CHUNK].tolist() for i in range(0, len(numbers), CHUNK)]

@@ -249,13 +249,13 @@ def open_split(root: Path | str, split: Split | None, *, arrays: bool | None = N
 
 @cache
 def _warn_of_strays(root: str) -> None:
-    """Says once if there are images beside the folders of the splits, which belong to none."""
+    """Warns once of images beside the folders of the splits, which belong to none."""
     _, _, names = next(os.walk(os.fsencode(root)), (b"", [], []))
     images = [n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(b".")]
     if images and is_first_rank():
         many = f"{len(images):,} images lie" if len(images) > 1 else "an image lies"
-        said = f"{many} beside train/ and its test split, and belong to neither"
-        warn(f"{printable(root)}: {said}: not read, as {printable(min(images))}")
+        what = f"{many} beside train/ and its test split, and belong to neither"
+        warn(f"{printable(root)}: {what}: not read, as {printable(min(images))}")
 
 
 def _open(text: str, split: Split | None) -> Folder:
@@ -264,7 +264,7 @@ def _open(text: str, split: Split | None) -> Folder:
 
 
 def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
-    """A folder whose files are arrays or pictures by decision, and not by looking."""
+    """Opens a folder whose files are stated to be arrays or pictures, instead of detected."""
     if has_splits(text):
         return open_split(text, split, arrays=arrays)
     refuse_split(text, split)
@@ -272,7 +272,7 @@ def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
 
 
 def _open_file(text: str, split: Split | None) -> Files:
-    """One image that is large enough to be a data set: `data.crops_per_image` takes many crops."""
+    """Opens one image, large enough to be a data set: `data.crops_per_image` takes many crops."""
     refuse_split(text, split)
     folder, name = os.path.split(os.path.abspath(text))
     return Files(folder, [os.fsencode(name)])

@@ -1,8 +1,8 @@
 """Files of one channel each, grouped to images by a pattern of their names.
 
 FOLDER@{name}_{channel}.tif takes every file below FOLDER whose path ends like the pattern: files
-with equal `{name}`, in one folder, are the channels of one image. `{channel}` alone means all that
-occur, sorted; `{channel:DAPI,GFP}` these, in this order.
+with equal `{name}`, in one folder, are the channels of one image. `{channel}` alone means all
+channels that occur, sorted; `{channel:DAPI,GFP}` means these, in this order.
 """
 
 import os
