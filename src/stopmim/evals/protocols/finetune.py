@@ -51,7 +51,7 @@ class Finetune(FewLabels, Selecting):
         return dataclasses.replace(TUNINGS[self.recipe_for(width)], **changes)
 
     def obstacle(self, inputs: Inputs) -> str:
-        self.tuning(inputs.encoder.width)  # a wrong option is an error before anything is said
+        self.tuning(inputs.encoder.width)  # a wrong option is an error before any work
         return super().obstacle(inputs)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
