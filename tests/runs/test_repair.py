@@ -127,7 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
         6,
     ),
     "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged line of results", 6),
-    "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
+    "links": (linked, "moved     run.lock to damaged/run.lock: is not a regular file", 6),
     "leftovers": (
         leave,
         "removed   .new-0123, left by a killed process",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
-    """Did-you-mean hint for the closest of `names`, to go before the rest of a message, or ""."""
+    """Did-you-mean hint for the closest of `names`, to put before the rest of a message, or ""."""
     near = difflib.get_close_matches(word, list(names), 1)
     return f'did you mean "{prefix}{near[0]}"? ' if near else ""
 
@@ -35,7 +35,7 @@ def check_least(options: object, **least: float) -> None:
 
 
 class DataError(UserError, code=3):
-    """No images, too many broken images, or not the images that the run started with."""
+    """No images, too many broken images, or other images than the run started with."""
 
 
 class NoPartError(DataError):

@@ -92,7 +92,7 @@ class Repair:
         """Moves a run.lock that is not a regular file; `claimed` then deals with its owner."""
         file = self.path / "run.lock"
         if _is_odd(file):
-            self.aside(file, "is no regular file")
+            self.aside(file, "is not a regular file")
         elif owner_of(self.path):
             self.say("removed", "run.lock of a process that has ended")
 
@@ -166,7 +166,7 @@ class Repair:
         """Moves damaged lines of a log that had `logged` lines or more, and counts missing ones."""
         file = self.path / name
         if _is_odd(file):
-            self.aside(file, "is no regular file")
+            self.aside(file, "is not a regular file")
             return
         try:
             lines = parse_jsonl(file)
