@@ -108,7 +108,7 @@ class Layer(NamedTuple):
     tokens: int
     inputs: int
     outputs: int
-    of_data: bool = False  # pixels or noise: nobody needs their gradient
+    of_data: bool = False  # pixels or noise, which need no gradient
 
 
 class Tower(NamedTuple):

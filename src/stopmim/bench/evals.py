@@ -44,7 +44,7 @@ from stopmim.evals.views import View, middle
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder
 
-PHOTOS = 64  # different ones; each has many names
+PHOTOS = 64  # different files; each has many names
 CLASSES = 10  # of the images of the suite
 DECODER = 0.95  # of the rate of the decoder alone: then nothing else is waited for
 
@@ -53,7 +53,7 @@ Part = Literal["memory", "jpeg", "suite", "tracking"]
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured on a GPU, and what on a CPU, where it only shows that all is in order."""
+    """Sizes of the measurements on a GPU; those on a CPU only show that everything works."""
 
     small: str = "random:vit_s8@64"
     large: str = "random:vit_b16@224"

@@ -1,4 +1,4 @@
-"""How fast the fused kernels are, and how exact.
+"""Benchmarks the speed and precision of the fused kernels.
 
 Each is compared with the usual way, at the sizes that a training step has: LayerNorm after a
 residual addition as torch compiles it, attention as `gpu/attention.py` has it, the optimizer as
