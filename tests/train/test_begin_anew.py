@@ -28,7 +28,7 @@ def test_a_run_that_stopped_at_broken_images_begins_anew_without_them(
         tmp_path / "photos", tmp_path / "run", config, stop_at=1, **{"data.skip": listed}
     )
     assert run.config.data.skip == listed
-    assert "begins anew" in capsys.readouterr().err
+    assert "starts over" in capsys.readouterr().err
     assert not (run.path / "bad_files.jsonl").exists()  # of an attempt on other images
 
 

@@ -26,7 +26,7 @@ Start = Literal["jepa", "mae"]  # whose initial weights
 
 
 class Encoder(Protocol):
-    """The interface that evaluations need: ours, or an adapter around somebody else's encoder."""
+    """The interface that evaluations need: our encoder, or an adapter around a foreign one."""
 
     patch: int  # edge of a patch, in pixels
     width: int
@@ -98,7 +98,7 @@ class Block(nn.Module):
         self.mlp = Mlp(width, round(width * mlp_ratio))
 
     def forward(self, x: Tensor, first: int = 0, asked: Tensor | None = None) -> Tensor:
-        """(B, N, D) -> (B, N - first or Q, D): a last block skips tokens that nobody reads."""
+        """(B, N, D) -> (B, N - first or Q, D): the last block skips tokens that are not read."""
         kept = x[:, first:] if asked is None else take(x, asked)
         x = kept + self.attn(self.norm1(x), first, asked)  # pre-norm, as in ViT
         return x + self.mlp(self.norm2(x))

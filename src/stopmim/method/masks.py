@@ -240,7 +240,7 @@ class ReleasedMultiBlock(MultiBlock):
 
     @property
     def _longest(self) -> int:
-        return self.side - 1  # the released code shrinks what is larger
+        return self.side - 1  # the released code shrinks larger blocks
 
     def at_step(
         self, seed: int, step: int, parts: list[slice], total: int, device: torch.device

@@ -150,9 +150,12 @@ class Features(Target):
         return predicted[:, :, -masked:], target[:, :, -masked:], *terms
 
     def describe(self) -> str:
-        phrases = [f"{self.layers} layers predicted"] * (self.layers > 1)
-        phrases += [f"visible patches weigh {self.visible:g}"] * (self.visible > 0)
-        return ", ".join(phrases + [f"VICReg {self.vicreg:g}"] * (self.vicreg > 0))
+        phrases = (
+            f"{self.layers} layers predicted" if self.layers > 1 else "",
+            f"visible patches weigh {self.visible:g}" if self.visible > 0 else "",
+            f"VICReg {self.vicreg:g}" if self.vicreg > 0 else "",
+        )
+        return ", ".join(filter(None, phrases))
 
     @property
     def not_exportable(self) -> str:

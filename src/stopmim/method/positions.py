@@ -323,7 +323,7 @@ class StochasticPositions(Positions):
 
     def at_step(self, step: int, steps_per_epoch: int) -> None:
         if total := abs(int(self.ramp * steps_per_epoch)):  # in updates
-            start, final = (0.0, self.full_sigma)[:: 1 if self.ramp > 0 else -1]
+            start, final = (0.0, self.full_sigma) if self.ramp > 0 else (self.full_sigma, 0.0)
             self.sigma = schedules.linear(step, total=total, start=start, final=final)
 
     @property
@@ -332,12 +332,15 @@ class StochasticPositions(Positions):
 
     def describe(self) -> str:
         released = " as released (no mask token)" if self.bias == "project" else ""
-        phrases = [f"StoP{released}, sigma {self.full_sigma:g} (a variance)"]
         levels = ", ".join(f"{level:g}" for level in self.levels)
-        phrases += [f"times one of {levels}"] if len(self.levels) > 1 else []
         way = "growing from" if self.ramp > 0 else "falling to"
-        phrases += [f"{way} 0 in {abs(self.ramp):g} epochs"] if self.ramp else []
-        return ", ".join([*phrases, f"{self.covariance} covariance"])
+        phrases = (
+            f"StoP{released}, sigma {self.full_sigma:g} (a variance)",
+            f"times one of {levels}" if len(self.levels) > 1 else "",
+            f"{way} 0 in {abs(self.ramp):g} epochs" if self.ramp else "",
+            f"{self.covariance} covariance",
+        )
+        return ", ".join(filter(None, phrases))
 
     def tag(self) -> dict[str, Any]:
         # "tied" is left out: only tied noise can be exported.

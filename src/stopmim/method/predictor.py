@@ -130,7 +130,7 @@ class Predictor(nn.Module):
             m = self.positions.mean(target_index, "masked", moved_by)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
-        # All blocks and the norm; the last block skips tokens that nobody reads: (M * B, K, P)
+        # All blocks and the norm; the last block skips tokens that are not read: (M * B, K, P)
         to, first = self.predictor_norm, placeless if visible else c.shape[1]
         x = self.predictor_proj(through(self.predictor_blocks, x, to, self.way, first))
         return x.unflatten(0, (blocks, batch))  # (M, B, K, T)

@@ -242,7 +242,7 @@ class _Training:
         if world.first:
             begin(path, config, source, reader, device, world.size)
         if lost := getattr(images, "unreadable", []):
-            say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
+            say(f"{source}: {len(lost)} folders or files cannot be read in full, such as {lost[0]}")
         self.health_every = due_every(config)
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
@@ -268,7 +268,7 @@ class _Training:
         self.metrics = Metrics(path, self.step, logged) if world.first else None
         guard = step.guard.state if step.guard else None
         self.saver = Saver(
-            *(path, model, optimizer, step.scaler, config, world.first, guard), log=self.metrics
+            path, model, optimizer, step.scaler, config, world.first, guard, log=self.metrics
         )
         self.saver.step = self.step
         self.watch = Watch(Run(path).metrics)

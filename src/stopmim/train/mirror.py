@@ -130,7 +130,7 @@ class _Copy:
 def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
     """Yields the step and the numbers of a line; the untrained network has step 0.
 
-    A line of metrics.jsonl that somebody else has written can hold anything.
+    A line of a received metrics.jsonl can hold anything.
     """
     for step, values in ((0, line.get("random_init")), (line.get("step"), line)):
         if type(step) is int and 0 <= step < 2**63 and isinstance(values, Mapping):
@@ -178,7 +178,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     # The first start is recorded before the first update, so a run keeps its id for life.
     first = json.dumps(run.about["starts"][0], sort_keys=True)
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
-    # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
+    # A .wandb file cannot be truncated to where the run resumes, so it is written again.
     for old in own_folder(path / "wandb").glob(f"offline-run-*-{name}"):
         remove(old)
     settings = wandb.Settings(
