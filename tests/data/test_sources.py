@@ -573,7 +573,9 @@ def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interrupti
     paths[2].write_bytes(paths[2].read_bytes()[:100])
     whole = pretrain(tmp_path / "set", tmp_path / "whole", tiny())
     assert whole.about["data"]["images"] == 40
-    assert "1 folders or files cannot be read in full, as train-2.tar" in capfd.readouterr().err
+    assert (
+        "1 folders or files cannot be read in full, such as train-2.tar" in capfd.readouterr().err
+    )
     pretrain(tmp_path / "set", tmp_path / "cut", tiny(), stop_at=3)
     cut = pretrain(tmp_path / "set", tmp_path / "cut", tiny(runtime={"workers": 2}))
     assert_same_run(cut, whole)

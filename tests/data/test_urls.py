@@ -203,7 +203,9 @@ def test_a_shard_without_an_index_must_stay_as_it_was(folder: Path, server: Faul
     with pytest.raises(DataError, match=r"train-000\.tar: changed since it was first fetched here"):
         open_images(url)
     path.write_bytes(data[:-600] + b"x" + data[-599:])  # of the same size
-    with pytest.raises(DataError, match="first fetched here: other bytes; if that is meant") as met:
+    with pytest.raises(
+        DataError, match="first fetched here: other bytes; if that is intended"
+    ) as met:
         open_images(url)
     os.unlink(str(met.value).split("delete ")[1])
     assert len(open_images(url)) == IMAGES

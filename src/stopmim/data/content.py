@@ -81,7 +81,7 @@ def _changed(known: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 def _differ(changed: list[str], total: int, file: Path) -> Comparison:
-    what = f"{len(changed)} of {total} images have another content than in {file}"
+    what = f"{len(changed)} of {total} images differ in content from {file}"
     return Comparison(f"{what}: {', '.join(changed[:5])}", f"{what}, such as {changed[0]}")
 
 

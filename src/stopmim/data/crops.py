@@ -23,8 +23,8 @@ FLAT = 1e-2  # share of the data set's deviation; an image with less has no cont
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
-# Bytes of an image above which squares of its pixels are averaged before it is resized, as floats;
-# and about what is left of them. A photograph of 8 bits that is decoded at all is smaller.
+# Bytes of an image above which squares of its pixels are averaged before it is resized, as floats,
+# and about how many are left. A photograph of 8 bits that can be decoded is smaller.
 HELD, LEFT = 2**28, 2**26
 
 

@@ -94,7 +94,7 @@ class Trouble:
         self.over()
 
     def over(self) -> None:
-        self.tries, self.since, self.said = 0, time.monotonic(), False
+        self.tries, self.since, self.warned = 0, time.monotonic(), False
 
     def wait(self, error: AgainError) -> None:
         gone = time.monotonic() - self.since
@@ -105,9 +105,9 @@ class Trouble:
             ) from None
         pause = min(LONGEST_WAIT, FIRST_WAIT * 2**self.tries) * random.uniform(0.5, 1.5)
         pause = min(max(pause, error.after), max(0.1, self.limit - gone))
-        if gone + pause > QUIET and not self.said:
-            self.said = True
-            warn(f"{self.url}: {error}; tries again for {self.limit:.0f} s")
+        if gone + pause > QUIET and not self.warned:
+            self.warned = True
+            warn(f"{self.url}: {error}; retrying for up to {self.limit:.0f} s")
         self.tries += 1
         time.sleep(pause)
 

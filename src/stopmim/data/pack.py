@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     kind: ShardFormat
     size: int | None
-    quality: int | None  # None without `size`: nothing is encoded anew
+    quality: int | None  # None without `size`: nothing is re-encoded
     shard_mib: int
     shuffle: bool
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed; by split
@@ -154,8 +154,8 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
         if different := [(name, old, new) for name, old, new in pairs if old != new]:
             name, old, new = different[0]
             raise UserError(
-                f"{folder}: a pack with other {name} was begun here: {old!r}, now {new!r}; choose "
-                f"another --out, or remove this folder"
+                f"{folder}: holds an unfinished pack with another {name}: {old!r}, now {new!r}; "
+                f"choose another --out, or remove this folder"
             )
         return wanted
     if any(folder.glob("*.tar")) or any(folder.glob("*.parquet")) or (folder / INDEX).exists():

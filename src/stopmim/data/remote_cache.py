@@ -246,7 +246,7 @@ def recorded(url: str) -> dict[str, Any] | None:
 
 def changed(url: str, how: str) -> RemoteError:
     what = f"changed since it was first fetched here: {how}"
-    return RemoteError(f"{url}: {what}; if that is meant, delete {_record(url)}")
+    return RemoteError(f"{url}: {what}; if that is intended, delete {_record(url)}")
 
 
 def _record(url: str) -> Path:

@@ -150,7 +150,7 @@ def find_named(images: Images, file: Path) -> list[int]:
 def _find_each(images: Images, file: Path) -> dict[str, int]:
     """The image of every name in `file`."""
     found, missing = dict[str, int](), _read_names(file)
-    for spelling in (str, _portable):  # as they are, then what is left
+    for spelling in (str, _portable):  # names as they are, then the missing ones
         names = _Names(images, missing, spelling)
         left, missing = missing, []
         for name in left:

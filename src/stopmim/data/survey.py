@@ -65,7 +65,7 @@ def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> N
     if form.names and wanted.names and form.names != wanted.names:
         if sorted(form.names) != sorted(wanted.names):
             names = f"{', '.join(form.names)} instead of {', '.join(wanted.names)}"
-            warn(f"{images.name(0)}: channels of other names than {who} was trained on: {names}")
+            warn(f"{images.name(0)}: other channel names than {who} was trained on: {names}")
             return
         order = ",".join(wanted.names)
         raise DataError(
@@ -87,9 +87,9 @@ def measure(images: Images, form: Form, config: Config) -> tuple[PixelStats, int
     if not parts:
         raise DataError(f"none of {count} images can be read, such as {images.name(0)}")
     values = np.concatenate(parts)  # (n * P, C)
+    stated = config.data.low, config.data.high
     columns = [
-        _channel(values[:, c], *(None if b is None else b[c] for b in bounds))
-        for bounds in [(config.data.low, config.data.high)]
+        _channel(values[:, c], *(None if bound is None else bound[c] for bound in stated))
         for c in range(form.channels)
     ]
     low, high, mean, std = zip(*columns, strict=True)

@@ -47,12 +47,12 @@ def work(pipe: socket.socket, make: Callable[[Any], Any], at: Callable[[], int |
             return
         try:
             answer = make(keys)
-        except UserError as error:  # as of a remote file that is gone
+        except UserError as error:  # such as that of a remote file that is gone
             answer = Failure(str(error), at(), error)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, at())
         try:
             messages.send(pipe, answer)
-        except OSError as error:  # there is no memory for the batch, or nobody to send it to
+        except OSError as error:  # no memory for the batch, or no process to send it to
             messages.send(pipe, Failure(f"MemoryError: {error}", None))

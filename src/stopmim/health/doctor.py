@@ -174,13 +174,14 @@ CONSTANT = ("target_rank", "target_spread", "target_image_share")  # if the targ
 
 def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidence, ...]:
     knn = [(key, f"neighbours: {key[4:]}", None, "") for key in now if key[:4] == "knn_"]
-    begun = start or {}
-    return tuple(
-        Evidence(name, float(now[key]), begun.get(key), bar, there.get(key))
-        for key, name, least, of in (*EVIDENCE, *knn)
-        if key in now and not (key in CONSTANT and fixed_targets(now))
-        for bar in [_bar(float(now[key]), least, begun.get(key) if of else None)]
-    )
+    begun, found = start or {}, list[Evidence]()
+    for key, name, least, of in (*EVIDENCE, *knn):
+        if key not in now or (key in CONSTANT and fixed_targets(now)):
+            continue
+        value, untrained = float(now[key]), begun.get(key)
+        bar = _bar(value, least, untrained if of else None)
+        found.append(Evidence(name, value, untrained, bar, there.get(key)))
+    return tuple(found)
 
 
 def _bar(value: float, least: float | None, untrained: float | None) -> str:

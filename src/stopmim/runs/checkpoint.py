@@ -186,7 +186,7 @@ def state(path: Path) -> dict[str, Any]:
 def misnamed(path: Path) -> str | None:
     """Problem with the name of a verified checkpoint, or None: names tell which one is newest."""
     step = state(path)["step"]
-    return None if path.name == f"step-{step:08d}" else f"{path}: is of step {str(step)[:20]}"
+    return None if path.name == f"step-{step:08d}" else f"{path}: holds step {str(step)[:20]}"
 
 
 def lines_logged(path: Path) -> int:

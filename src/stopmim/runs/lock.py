@@ -186,7 +186,7 @@ def _watch(path: Path) -> None:
         return
     if "beat" in owner:  # an old version has none
         who = _described(owner)
-        say(f"{path}: claimed by {who}; waits {WATCH:.0f} s for a sign of life from there")
+        say(f"{path}: claimed by {who}; waiting {WATCH:.0f} s for a sign of life from there")
         until = time.monotonic() + WATCH
         while time.monotonic() < until:
             time.sleep(POLL)

@@ -132,7 +132,7 @@ def begin(
             raise UserError(
                 f"{bad}: data.skip is the list of this run itself; choose another --out"
             )
-        say(f"{path}: begins anew, with another config or other images; nothing had been saved")
+        say(f"{path}: starts over with another config or other images; nothing had been saved")
         file.unlink()
         remove(bad)
     if file.exists():
@@ -194,16 +194,16 @@ def _same_content(path: Path, sample: object, reader: Reader) -> None:
     if found and (gone := sorted(known.keys() - found.keys())):
         name = reader.images.name(gone[0])
         warn(
-            f"{path}: {len(gone)} of {len(known)} images that were looked at could be read at the "
-            f"first start and cannot any more, such as {name}; training replaces them"
+            f"{path}: {len(gone)} of {len(known)} sampled images could be read at the first start "
+            f"and no longer can, such as {name}; training replaces them"
         )
     changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
         compare = f"stopmim check DATA --against {quote(str(path))}"
         raise DataError(
-            f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
-            f"content than at the first start, such as {reader.images.name(changed[0])}; put them "
-            f"back, or choose another --out; {compare} compares all"
+            f"{path}: {len(changed)} of {len(found)} sampled images have changed since the first "
+            f"start, such as {reader.images.name(changed[0])}; put them back, or choose another "
+            f"--out; {compare} compares all"
         )
 
 

@@ -224,7 +224,7 @@ class Saver:
         folder, step = run / "checkpoints", about["step"]
         temporary = folder / f"{TEMPORARY}{step:08d}-{uuid4().hex}"
         sweep(run)
-        folder.mkdir(exist_ok=True)  # not `run` itself, which somebody has removed if it is gone
+        folder.mkdir(exist_ok=True)  # not `run` itself: if it is gone, somebody has removed it
         temporary.mkdir()
         try:
             faultpoint("save.begin")

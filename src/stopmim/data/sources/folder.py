@@ -187,7 +187,7 @@ class Folder(Files):
         if (index := index_cache.load("folder", self._root)) is None:
             return None
         if index["extensions"].tolist() != EXTENSIONS:
-            return None  # they depend on what is installed
+            return None  # they depend on the installed libraries
         folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
             times = [os.stat(self._root + folder).st_mtime_ns for folder in folders]
@@ -201,9 +201,9 @@ class Folder(Files):
 
 
 def file_sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
-    """File sizes, (n,) int64; -1 for what is missing or not a regular file.
+    """File sizes, (n,) int64; -1 for missing files and for anything but regular files.
 
-    That of a folder of zarr is the size of its metadata.
+    A zarr folder counts with the size of its metadata.
     """
 
     def size(path: bytes) -> int:
@@ -255,7 +255,7 @@ def _warn_of_strays(root: str) -> None:
     if images and is_first_rank():
         many = f"{len(images):,} images lie" if len(images) > 1 else "an image lies"
         what = f"{many} beside train/ and its test split, and belong to neither"
-        warn(f"{printable(root)}: {what}: not read, as {printable(min(images))}")
+        warn(f"{printable(root)}: {what}: not read, such as {printable(min(images))}")
 
 
 def _open(text: str, split: Split | None) -> Folder:

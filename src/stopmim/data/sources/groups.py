@@ -70,7 +70,7 @@ class Groups(Files):
                 self._raster(0).read()
             except BadImageError as error:
                 raise DataError(f"{name}: {self.name(0)}: {error}") from None
-            raise DataError(f"{name}: none of the images that were looked at can be read")
+            raise DataError(f"{name}: none of the sampled images can be read")
 
     def _glance(self, i: int) -> Raster:
         return self._raster(i)

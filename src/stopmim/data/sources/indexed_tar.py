@@ -32,7 +32,7 @@ class IndexedTar(Shards):
     def __init__(self, files: RemoteFiles, counts: list[int], classes: list[str]) -> None:
         self.files, self.classes = files, classes
         self.chunks = np.cumsum([0, *counts])
-        self.any_order = len(self) <= WINDOW  # as of the same shards in a local folder
+        self.any_order = len(self) <= WINDOW  # as for the same shards in a local folder
         self.labels: dict[str, np.ndarray] = _Labels(self)  # type: ignore[assignment]
         self._open()
         digest = hashlib.sha256()
