@@ -156,8 +156,8 @@ def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: boo
         parts = open_images(source, "train"), open_images(source, "test")
     except NoPartError:
         raise DataError(
-            f"{source}: has no separate training and test splits, as train/ and val/; name data "
-            f"that has both with --eval DATA"
+            f"{source}: has no separate training and test splits, such as train/ and val/; name "
+            f"data that has both with --eval DATA"
         ) from None
     train, test = both_without_skipped(*parts, request.get("skip"))
     parts = without_loose(train), without_loose(test)

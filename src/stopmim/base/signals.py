@@ -40,7 +40,7 @@ _loop: Received | None = None  # of the loop that now collects signals
 _collected = False  # whether any loop has collected one
 _interrupted = 0  # the signal that came outside such a loop
 _answering = False  # whether the second thread runs
-_said = False  # whether the last line of the command is printed
+_printed = False  # whether the last line of the command is printed
 
 
 def is_interrupted() -> bool:
@@ -55,8 +55,8 @@ def interrupting() -> int:
 
 def stopped(text: str = STOPPED, code: int | None = None) -> int:
     """Prints one line, that a signal ended the command, and returns the exit code."""
-    global _said
-    _said = True
+    global _printed
+    _printed = True
     print(text, file=sys.stderr)
     return code or 128 + interrupting()
 
@@ -155,6 +155,6 @@ def _print(text: str) -> None:
 
 def _end(number: int) -> NoReturn:
     """Ends the process at once, whatever it does."""
-    if not _said:
+    if not _printed:
         _print(UNSAVED if _will_save() else STOPPED)
     os._exit(128 + number)

@@ -92,7 +92,7 @@ def _write_csv(columns: dict[str, Any], path: Path) -> None:
         table = csv.writer(file)
         table.writerow(["name", *labels, *(f"feature_{i}" for i in range(features.shape[1]))])
         for name, *values, feature in zip(names, *labels.values(), features, strict=True):
-            # Nine digits are enough for every float32 to be read back as it was.
+            # Nine digits are enough to read every float32 back exactly.
             table.writerow([name, *values, *(f"{x:.9g}" for x in feature)])
 
 

@@ -94,7 +94,7 @@ def fit_each(
     classes: int | None = None,
     tolerance: float = 1e-12,
 ) -> list[Tensor]:
-    """Weights as of `fit_logistic` for each of `l2s`; work on the features alone is shared."""
+    """Weights as from `fit_logistic` for each of `l2s`; work on the features alone is shared."""
     n, d = x.shape
     present, y = y.long().unique(return_inverse=True)  # sorted; labels renumbered
     k = int(present[-1]) + 1 if classes is None else classes

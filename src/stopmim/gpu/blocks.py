@@ -54,7 +54,7 @@ def through(
 ) -> Tensor:
     """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D), or (B, Q, D).
 
-    The last block skips tokens that nobody reads: those before `first`, or not `asked` for (B, Q).
+    The last block skips tokens that are not read: those before `first`, or not in `asked` (B, Q).
     """
     *before, last = blocks
     recompute = way.recompute and torch.is_grad_enabled()

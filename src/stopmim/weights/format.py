@@ -158,7 +158,7 @@ class Format:
         return self.model(file).branch(branch)
 
     def model(self, file: WeightFile) -> MaskedImageModel:
-        """Encoders and predictor in evaluation mode, likewise."""
+        """Encoders and predictor in evaluation mode, under the same conditions."""
         raise CheckpointError(f"{file}: there is no predictor in it")
 
     def stats(self, file: WeightFile) -> PixelStats | None:

@@ -39,7 +39,7 @@ class Finetune(FewLabels, Selecting):
         return self.random_init
 
     def recipe_for(self, width: int) -> TuningName:
-        """The recipe for an encoder of this width; ViT-H, and what is larger, has its own."""
+        """The recipe for an encoder of this width; ViT-H and larger ones have their own."""
         if self.recipe != "auto":
             return self.recipe
         return "one-percent-huge" if width >= SIZES["h"].width else "one-percent"
