@@ -45,7 +45,7 @@ class Recorded:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its positions have defaults but for sigma: only such runs are a base of rows."""
+        """Whether positions are default but for kind and sigma: only such runs can be a base."""
         own = self.config.positions
         return own == PositionsConfig(kind=own.kind, sigma=own.sigma)
 

@@ -240,7 +240,7 @@ def _read_in_child(
 
 
 def _code_of(error: BaseException, is_short: bool, most: int) -> int:
-    """The exit code for an `error` that is not the file's fault, or 0; it may take `most` bytes."""
+    """The exit code for an `error` that is not the file's fault, or 0; `most` bytes are allowed."""
     if is_full(error):
         return NO_ROOM
     asked = re.search(r"allocate (\d+) bytes", str(error))

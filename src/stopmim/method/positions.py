@@ -173,7 +173,7 @@ class Positions(nn.Module):
         return None
 
     def shared(self, project: Layer) -> Tensor | None:
-        """Vector that all masked tokens share under the noise of `project`: m~, (1, 1, P)."""
+        """Vector that masked tokens with the noise of `project` share, m~ (1, 1, P), or None."""
         return self.mask_token if self.bias == "mask_token" else None
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:

@@ -195,7 +195,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     )
     about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
     shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
-    wandb.termsetup(settings, None)  # `init` prints by the environment's; errors are raised anyway
+    wandb.termsetup(settings, None)  # `init` keeps the environment's; errors are raised anyway
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):
