@@ -150,12 +150,10 @@ class Features(Target):
         return predicted[:, :, -masked:], target[:, :, -masked:], *terms
 
     def describe(self) -> str:
-        phrases = (
-            f"{self.layers} layers predicted" if self.layers > 1 else "",
-            f"visible patches weigh {self.visible:g}" if self.visible > 0 else "",
-            f"VICReg {self.vicreg:g}" if self.vicreg > 0 else "",
-        )
-        return ", ".join(filter(None, phrases))
+        layers = f"{self.layers} layers predicted" if self.layers > 1 else ""
+        visible = f"visible patches weigh {self.visible:g}" if self.visible > 0 else ""
+        vicreg = f"VICReg {self.vicreg:g}" if self.vicreg > 0 else ""
+        return ", ".join(filter(None, (layers, visible, vicreg)))
 
     @property
     def not_exportable(self) -> str:

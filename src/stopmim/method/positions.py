@@ -332,15 +332,12 @@ class StochasticPositions(Positions):
 
     def describe(self) -> str:
         released = " as released (no mask token)" if self.bias == "project" else ""
-        levels = ", ".join(f"{level:g}" for level in self.levels)
+        stop = f"StoP{released}, sigma {self.full_sigma:g} (a variance)"
+        factors = ", ".join(f"{level:g}" for level in self.levels)
+        levels = f"times one of {factors}" if len(self.levels) > 1 else ""
         way = "growing from" if self.ramp > 0 else "falling to"
-        phrases = (
-            f"StoP{released}, sigma {self.full_sigma:g} (a variance)",
-            f"times one of {levels}" if len(self.levels) > 1 else "",
-            f"{way} 0 in {abs(self.ramp):g} epochs" if self.ramp else "",
-            f"{self.covariance} covariance",
-        )
-        return ", ".join(filter(None, phrases))
+        ramp = f"{way} 0 in {abs(self.ramp):g} epochs" if self.ramp else ""
+        return ", ".join(filter(None, (stop, levels, ramp, f"{self.covariance} covariance")))
 
     def tag(self) -> dict[str, Any]:
         # "tied" is left out: only tied noise can be exported.
