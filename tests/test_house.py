@@ -1,6 +1,7 @@
 """The house itself: every file has a rank, imports point down, and what must never be called."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +218,19 @@ def test_nothing_that_executes_a_file_is_called() -> None:
 def test_a_pickle_is_written_for_the_code_of_ijepa_alone() -> None:
     places = [name_of(path) for path in FILES if "torch.save(" in path.read_text()]
     assert places == ["weights.formats.stop_ijepa"]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """Clauses such as "What it returns" or "Of these, the first" read as translated."""
+    clause = re.compile(r"(What|Of|Those|That)\b")
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in FILES:
+        if path.parent.name == "kernels":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, documented):
+                text = ast.get_docstring(node) or ""
+                assert not clause.match(text), f"{path}: {text.splitlines()[0]}"
 
 
 def test_every_file_is_ascii() -> None:

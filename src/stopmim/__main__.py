@@ -7,7 +7,7 @@ from stopmim.base import signals, streams
 
 
 def run() -> None:
-    """The command that was typed, as a process: its exit code is that of `main`."""
+    """Runs the command of this process, and exits with its exit code."""
     streams.prepare()
     try:
         signals.answer()  # before the imports, which take seconds on a cold disk
@@ -19,9 +19,9 @@ def run() -> None:
             raise
         code = signals.stopped()
     if "RANK" in os.environ or code in signals.STOPPED_CODES:
-        # A rank: threads of torch outlive their group; one that asks for Python's lock while Python
-        # ends aborts the process, and torchrun trains once more. After a signal: modules may be
-        # half imported, and nobody wants to wait for their end.
+        # As a rank: threads of torch outlive their group, and one that asks for Python's lock while
+        # Python exits aborts the process, so that torchrun restarts it. After a signal: modules may
+        # be half imported, and their clean-up need not be waited for.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -156,9 +156,9 @@ def test_nothing_is_appended_to_what_is_no_regular_file(tmp_path: Path, kind: st
             os.mkfifo(log)
         case _:
             log.mkdir()
-    with pytest.raises(StorageError, match=r"log\.jsonl: (is a link|is no regular|cannot read)"):
+    with pytest.raises(StorageError, match=r"log\.jsonl: (is a link|is not a regular|cannot read)"):
         append_jsonl(log, {"a": 1})
-    with pytest.raises(StorageError, match=r"log\.jsonl: is (a link|no regular file)"):
+    with pytest.raises(StorageError, match=r"log\.jsonl: is (a link|not a regular file)"):
         append_jsonl(log, {"a": 1}, count=Count(0, 0, 0, 0))
     assert target.read_text() == "precious"
     assert not (tmp_path / "made").exists()

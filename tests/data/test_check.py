@@ -241,7 +241,7 @@ def test_a_cut_shard_and_an_image_that_lacks_a_channel_are_named(tmp_path: Path)
         (f"{plates}@{{name}}_{{channel}}.png", "w1: no file of green"),
     ):
         text = " ".join(check(source, "tiny_cpu", {"runtime.workers": 0}).text().split())
-        assert f"lost 1: of these, images are missing and not used {name}" in text
+        assert f"lost 1: incomplete, what is missing is not used {name}" in text
 
 
 def test_one_image_is_not_called_images(tmp_path: Path) -> None:

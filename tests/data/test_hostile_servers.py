@@ -123,17 +123,17 @@ def teapot(request: Any) -> None:
     [
         (endless, "the server states no size"),
         (chunked, "the server states no size"),
-        (endless_header, "not to be had"),
-        (more_than_stated, "no images in 1 tar shards|not to be had"),
+        (endless_header, "unavailable for"),
+        (more_than_stated, "no images in 1 tar shards|unavailable for"),
         (other_total, "changed while it was read: bytes 1000 -> 2000"),
-        (other_range, "not to be had for .* answers with other bytes than it was asked for"),
+        (other_range, "unavailable for .* sent other bytes than requested"),
         (compressed, "the server encodes it .'gzip'."),
         (loop, "leads to no file: too many redirects"),
         (to_a_file, "leads to no file: "),
         (a_page, "no images in 1 tar shards"),
         (vast, "100000000000000000 bytes, more than the budget"),
-        (silent, "not to be had for .* sent nothing for 0.3 s"),
-        (garbage, "not to be had for .* client response error: 400"),
+        (silent, "unavailable for .* sent nothing for 0.3 s"),
+        (garbage, "unavailable for .* client response error: 400"),
         (teapot, "HTTP 418; expected a file"),
     ],
 )
@@ -213,12 +213,12 @@ def test_urls_that_differ_in_their_query_alone_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("source", "error", "said"),
     [
-        ("ftp://host/x.tar", UserError, "not a protocol that is read; there are http://"),
+        ("ftp://host/x.tar", UserError, "not a supported protocol; use one of http://"),
         ("s3://bucket/x.tar", UserError, "s3:// needs s3fs: pip install s3fs"),
         ("file:///data/x.tar", DataError, "give the path alone: /data/x.tar"),
         ("simplecache::http://h/x.tar", DataError, "no such folder or file"),
         ("http://h/x.tar.gz", DataError, "a compressed tar has no random access"),
-        ("http://127.0.0.1:9/*.tar", DataError, "http has no list of files; name them by braces"),
+        ("http://127.0.0.1:9/*.tar", DataError, "http cannot list files; name them with braces"),
     ],
 )
 def test_a_url_that_cannot_be_read_says_why(source: str, error: type, said: str) -> None:

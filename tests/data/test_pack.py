@@ -292,7 +292,7 @@ def test_a_pack_with_other_options_does_not_continue(folder: Path, tmp_path: Pat
     plan = {"kind": "tar", "size": None, "quality": None, "shard_mib": 256, "shuffle": False}
     prints = {"fingerprints": {"": open_images(folder).fingerprint}, "per_shard": {"": 9}}
     (out / ".pack.json").write_text(json.dumps(plan | prints))
-    with pytest.raises(UserError, match="a pack with other size was begun here: None, now 32"):
+    with pytest.raises(UserError, match="holds an unfinished pack with another size: None, now 32"):
         pack(folder, out, size=32)
 
 

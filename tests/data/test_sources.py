@@ -220,7 +220,7 @@ def test_the_fingerprint_of_a_list_is_that_of_the_chosen_files(tmp_path: Path) -
         ("a/1.png\na/1.png\n", r"a/1\.png is listed 2 times"),
         ("../a/1.png\n", r"\.\./a/1\.png: not a path below"),
         ("/etc/x.png\n", "not a path below"),
-        ("a/1.png\na/2\n", "a/2: neither an image file nor"),
+        ("a/1.png\na/2\n", "a/2: not an image file; every line"),
         ("\n\n", "an empty list"),
         ("path,label\na/1.png,x,y\n", "3 values in row 2, but 2 in the header; quote"),
         ("path,label\na/1.png,x\nb/2,y\n", "in none of the columns path, class is every value"),
@@ -573,7 +573,9 @@ def test_a_run_on_shards_names_a_damaged_one_and_is_the_same_after_an_interrupti
     paths[2].write_bytes(paths[2].read_bytes()[:100])
     whole = pretrain(tmp_path / "set", tmp_path / "whole", tiny())
     assert whole.about["data"]["images"] == 40
-    assert "1 folders or files cannot be read in full, as train-2.tar" in capfd.readouterr().err
+    assert (
+        "1 folders or files cannot be read in full, such as train-2.tar" in capfd.readouterr().err
+    )
     pretrain(tmp_path / "set", tmp_path / "cut", tiny(), stop_at=3)
     cut = pretrain(tmp_path / "set", tmp_path / "cut", tiny(runtime={"workers": 2}))
     assert_same_run(cut, whole)

@@ -203,7 +203,9 @@ def test_a_shard_without_an_index_must_stay_as_it_was(folder: Path, server: Faul
     with pytest.raises(DataError, match=r"train-000\.tar: changed since it was first fetched here"):
         open_images(url)
     path.write_bytes(data[:-600] + b"x" + data[-599:])  # of the same size
-    with pytest.raises(DataError, match="first fetched here: other bytes; if that is meant") as met:
+    with pytest.raises(
+        DataError, match="first fetched here: other bytes; if that is intended"
+    ) as met:
         open_images(url)
     os.unlink(str(met.value).split("delete ")[1])
     assert len(open_images(url)) == IMAGES
@@ -215,7 +217,7 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
         far = open_images(server.url)
     with impatient(tmp_path / "cache", STOPMIM_REMOTE_PATIENCE="0.5"):
         begin = time.monotonic()
-        gone = r"train-000\.tar: not to be had for \d s, at last: "
+        gone = r"train-000\.tar: unavailable for \d s, last error: "
         with pytest.raises(DataError, match=gone) as e:
             far.read(0)
     assert time.monotonic() - begin < 5

@@ -87,7 +87,7 @@ def test_random_views_do_not_depend_on_who_draws_them(files: Images) -> None:
 
 def test_a_damaged_file_is_named_whoever_reads_it(files: Images, tmp_path: Path) -> None:
     (tmp_path / "11.png").write_bytes(b"\x89PNG\r\n")
-    with pytest.raises(DataError, match=r"11\.png: [^\n]*no image is left out unasked"):
+    with pytest.raises(DataError, match=r"11\.png: [^\n]*images are never left out silently"):
         shown(files, View(28, 24), 4)
 
 

@@ -1161,7 +1161,7 @@ def test_help_begins_with_the_images(capsys: pytest.CaptureFixture[str]) -> None
         ("eval knn random:vit_b16", 2, "expected random:ARCH@SIZE"),
         ("eval knn random:vit_micro6@25", 2, "patch 6 does not divide"),
         ("eval knn {random} --train x", 2, "--train and --test belong together"),
-        ("eval knn {random} --data x --test y", 2, "--data is both parts in one"),
+        ("eval knn {random} --data x --test y", 2, "--data names both splits"),
         ("eval knn {random} --data nowhere", 3, "no such folder"),
         ("eval knn {random} --data scenes:9:24 --label size", 2, "--label size: no such label"),
         ("eval knn {random} --data scenes:9:24 --size 25", 2, "not a multiple of the patch size"),

@@ -222,7 +222,7 @@ def test_a_picture_of_the_same_size_but_another_content_is_noticed(tmp_path: Pat
     run = pretrain(folder, tmp_path / "run", tiny(), stop_at=3)
     assert len(run.about["data"]["sample"]) == 40
     change(folder / "part1" / "013.png")
-    said = r"1 of 40 images that were looked at .* such as part1/013\.png; .*check DATA --against"
+    said = r"1 of 40 sampled images .* such as part1/013\.png; .*check DATA --against"
     with pytest.raises(DataError, match=said):
         pretrain(folder, tmp_path / "run", tiny())
 
@@ -237,7 +237,7 @@ def test_a_picture_that_cannot_be_read_any_more_is_said(
     file = folder / "part1" / "013.png"
     file.write_bytes(bytes(file.stat().st_size))
     pretrain(folder, tmp_path / "run", config, stop_at=4)
-    said = "1 of 40 images that were looked at could be read at the first start and cannot any more"
+    said = "1 of 40 sampled images could be read at the first start and no longer can"
     assert f"{said}, such as part1/013.png; training replaces them" in capsys.readouterr().err
 
 
@@ -265,7 +265,7 @@ def test_check_against_a_run_records_all_pictures_and_then_compares_them(
     change(folder / "part2" / "020.png")
     assert main(words) == 3
     said = capsys.readouterr().err
-    assert "1 of 40 images have another content than in" in said
+    assert "1 of 40 images differ in content from" in said
     assert "such as part2/020.png" in said
     (run.path / "hashes.jsonl").unlink()
     assert main(words) == 3  # the sample of run.json knows better than to record it

@@ -380,7 +380,7 @@ def test_a_checkpoint_under_the_name_of_a_later_one_does_not_take_its_place(copy
     shutil.copytree(second, folder / "step-\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663")
     found, damaged = checkpoint.latest(copy.path)
     assert found == second
-    assert damaged == [f"{folder / 'step-99999999'}: is of step 3"]
+    assert damaged == [f"{folder / 'step-99999999'}: holds step 3"]
     assert copy.lost_lines == []
 
 

@@ -245,7 +245,7 @@ def test_a_machine_that_shows_no_sign_of_life_loses_the_run(
         assert owner_of(tmp_path)["pid"] == os.getpid()
     said = capsys.readouterr().err
     assert "no sign of life from process 7 on node7" in said.replace("\n", " ")
-    assert "waits" in said
+    assert "waiting" in said
 
 
 def test_a_machine_that_ends_in_the_meantime_leaves_the_run(

@@ -72,7 +72,7 @@ def test_a_damaged_line_is_skipped_and_counted_and_the_others_stay(
     lines[3] = lines[3].replace('"loss": 0', '"loss": 9', 1)
     file.write_text("\n".join(lines) + "\n")
     run = resume(copy)
-    assert "metrics.jsonl: 1 damaged of 6 lines; training goes on" in capsys.readouterr().err
+    assert "metrics.jsonl: 1 damaged of 6 lines; training continues" in capsys.readouterr().err
     assert curve(run) == [line for line in curve(whole) if line["step"] != 4]
     assert run.lost_lines == ["metrics.jsonl: 1 damaged of 10 lines"]
     assert main(["doctor", str(run.path)]) in (0, 10, 11, 12, 13)
@@ -141,7 +141,7 @@ def test_a_run_without_checkpoints_says_what_its_log_had_reached(
     shutil.rmtree(copy.path / "checkpoints")
     (copy.path / "checkpoints").mkdir()
     assert_same_run(resume(copy), whole)
-    assert "begins again at its first update, and so does its log, which had reached 6" in (
+    assert "begins again at its first update, as does its log, which had reached 6" in (
         " ".join(capsys.readouterr().err.split())
     )
 

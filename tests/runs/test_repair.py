@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
     ),
     "an old checkpoint under a later name": (
         lambda run: shutil.copytree(newest(run), run / "checkpoints" / "step-99999999"),
-        "moved     checkpoints/step-99999999 to damaged/step-99999999: is of step 6",
+        "moved     checkpoints/step-99999999 to damaged/step-99999999: holds step 6",
         6,
     ),
     "no folder of checkpoints": (no_folder, "moved     checkpoints to damaged/checkpoints", 0),
@@ -127,7 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, int]] = {
         6,
     ),
     "results line": (lambda run: spoil(run / "results.jsonl"), "1 damaged line of results", 6),
-    "links": (linked, "moved     run.lock to damaged/run.lock: is no regular file", 6),
+    "links": (linked, "moved     run.lock to damaged/run.lock: is not a regular file", 6),
     "leftovers": (
         leave,
         "removed   .new-0123, left by a killed process",

@@ -28,7 +28,7 @@ def test_a_run_that_stopped_at_broken_images_begins_anew_without_them(
         tmp_path / "photos", tmp_path / "run", config, stop_at=1, **{"data.skip": listed}
     )
     assert run.config.data.skip == listed
-    assert "begins anew" in capsys.readouterr().err
+    assert "starts over" in capsys.readouterr().err
     assert not (run.path / "bad_files.jsonl").exists()  # of an attempt on other images
 
 
@@ -65,5 +65,5 @@ def test_a_skip_list_of_other_images_names_the_run_it_came_from(tmp_path: Path) 
     names.write_text(json.dumps({"name": first, "reason": "dull"}) + "\n")
     pretrain(tmp_path / "photos", tmp_path / "run", tiny(**{"data.skip": str(names)}), stop_at=1)
     pack(tmp_path / "photos", tmp_path / "shards")
-    with pytest.raises(DataError, match=r"the run there is of .*photos, or has another list"):
+    with pytest.raises(DataError, match=r"the run there is trained on .*photos, or with"):
         pretrain(tmp_path / "shards", tmp_path / "run")

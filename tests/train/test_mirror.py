@@ -133,9 +133,9 @@ def test_without_the_extra_the_error_names_it(
 
 
 def warned(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one warning of a run that goes on without its mirror."""
+    """The one warning of a run that continues without its mirror."""
     said = capsys.readouterr().err.replace("\n", " ")
-    assert said.count("warning: ") == said.count("the run goes on without it") == 1
+    assert said.count("warning: ") == said.count("the run continues without it") == 1
     return said
 
 

@@ -487,7 +487,7 @@ def test_an_export_never_writes_over_anything(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "notes").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for out in ("mine", "file"):
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="exists already"):
             export(run.path, "timm", tmp_path / out)
     with pytest.raises(StorageError, match="cannot write"):
         export(run.path, "timm", tmp_path / "file" / "below")

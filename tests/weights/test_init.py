@@ -176,7 +176,10 @@ def test_features_say_of_a_broken_image_what_to_do(
     words = ["features", str(folder), "--encoder", encoder, "--out", str(tmp_path / "x.npz")]
     assert main(words) == 3
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "broken.png: not an image of a known format; no image is left out unasked: fix" in said
+    assert (
+        "broken.png: not an image of a known format; images are never left out silently: fix"
+        in said
+    )
     assert "evaluation" not in said
 
 

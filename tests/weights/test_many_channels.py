@@ -304,7 +304,7 @@ def test_a_file_that_does_not_say_its_statistics_takes_normalised_floats(
         loaded.features(np.zeros((30, 30, 5), np.uint8))
     with pytest.raises(DataError, match="does not say how its 5 channels are normalised"):
         write_features(bands(), loaded, tmp_path / "features.npz")
-    assert "channels      5; not said" in str(identify(tmp_path / "timm.pth"))
+    assert "channels      5; it is unknown" in str(identify(tmp_path / "timm.pth"))
     folder = export(tmp_path / "timm.pth", "timm", tmp_path / "timm")
     assert stopmim.load_encoder(folder).features(torch.randn(1, 5, 24, 24)).shape == (1, 192)
     assert "does not say how they were" in (folder / "README.md").read_text()

@@ -1,1 +1,1 @@
-"""The tables of the paper, or of your own: planned, trained, measured, reported."""
+"""Tables of the paper, or your own: planned, trained, measured, reported."""

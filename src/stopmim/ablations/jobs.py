@@ -1,4 +1,4 @@
-"""Trials as processes side by side: one per GPU or per core, none of which outlives this one."""
+"""Runs trials as parallel processes: one per GPU or per core, none of which outlives this one."""
 
 import contextlib
 import json
@@ -57,18 +57,18 @@ class Child:
             )
 
     def problem(self) -> str:
-        """Why the ended process failed, or ""."""
+        """Reason why the ended process failed, or ""."""
         code = self.process.returncode
         if code == 0:
             return ""
         if code < 0:
             return f"killed by signal {-code}"
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip()] or ["no message"]
-        return f"{said[-1].removeprefix('stopmim: error: ')} (exit code {code})"
+        messages = [line.strip() for line in lines if line.strip()] or ["no message"]
+        return f"{messages[-1].removeprefix('stopmim: error: ')} (exit code {code})"
 
     def stop(self) -> None:
-        """Tells the process to save and exit, if it is stopped too; harmless if it has exited."""
+        """Tells the process to save and exit, even if it is stopped; harmless if it has exited."""
         self.process.send_signal(signal.SIGCONT)
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -82,7 +82,7 @@ class Child:
 
 
 def new_file(path: Path) -> BufferedWriter:
-    """A new file in the place of whatever lies there: nothing is written through a link."""
+    """A new file in place of whatever is there: nothing is written through a link."""
     try:
         path.unlink(missing_ok=True)
         return path.open("xb")

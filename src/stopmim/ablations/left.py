@@ -1,4 +1,4 @@
-"""What is left to run of the paper's tables, with the command for it and its cost."""
+"""Rows of the paper's tables that are left to run, with the command for them and its cost."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from stopmim.config.presets import PRESETS, Preset
 from stopmim.config.schema import flatten, resolve
 
 PAPER_PRESET = "ablation_b16_stop"
-SEEDS = 3  # of a command, unless the records have others
+SEEDS = 3  # for a command, unless the records have another number
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The setting in which rows that were not run would be run, at a known cost."""
+    """The setting in which missing rows would be run, at a known cost."""
 
     runs: Runs
     preset: str = "tiny_cpu_quick"
@@ -38,12 +38,12 @@ class Scale:
 
     @property
     def options(self) -> str:
-        """What the setting changes in its preset, and the data and labels that it uses."""
+        """Command-line options of the setting: changes to its preset, data and labels."""
         if self.like is None:
             return ""
         changed = [f"--{key} {x}" for key, x in _changes(self.like, PRESETS[self.preset]).items()]
-        told = " ".join(str(a.get("setting")) for r in self.like.records for a in r["answers"])
-        few = re.search(r"\b(\d+)/class", told)
+        used = " ".join(str(a.get("setting")) for r in self.like.records for a in r["answers"])
+        few = re.search(r"\b(\d+)/class", used)
         data = [f"--data {self.like.source}", *([f"--few {few[1]}"] if few else [])]
         return " " + " ".join(changed + data)
 
@@ -69,7 +69,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Left:
-    """What is left to do for a table."""
+    """The work that is left for a table."""
 
     rows: Sequence[Row]  # run in no setting
     columns: Sequence[str]  # of the paper, measured in no setting
@@ -87,7 +87,7 @@ class Left:
             for column in table.columns
             if (part := _ours(table, column)) and not any(part in one for one in ours)
         ]
-        if not found:  # said of the rows already
+        if not found:  # all rows are listed already
             columns = []
         # Records have no weights: what was not evaluated has to be trained again.
         lacking = scale.lacks(table) if rows else []
@@ -109,7 +109,7 @@ def _changes(run: Recorded, preset: Preset) -> dict[str, Any]:
 
 
 def _has_known_cost(run: Recorded) -> bool:
-    """Whether it is its preset with StoP, but for sigma, on as many images."""
+    """Whether a run is its preset, up to sigma, with StoP and on as many images."""
     preset = PRESETS.get(str(run.records[0]["preset"]))
     if preset is None or not preset.cost.minutes or run.config.positions.kind != "stochastic":
         return False
@@ -118,7 +118,7 @@ def _has_known_cost(run: Recorded) -> bool:
 
 
 def _ours(table: Table, column: str) -> str:
-    """A part of the name that our column has for one of the paper's, where records may lack it."""
+    """Part of the name of our column for one of the paper's; "" if all records have it."""
     if table.asks == "transfer":
         return column.lower().replace("/", "_")
     return "best depth" if column.endswith("best") else ""

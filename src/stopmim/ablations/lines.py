@@ -45,8 +45,8 @@ class Line:
     @property
     def verdict(self) -> str:
         """Verdicts of the doctor, or problems, of all seeds."""
-        said, runs = Counter(run.problem or run.verdict for run in self.runs), len(self.runs)
-        return "; ".join(one if n == runs else f"{one} ({n} of {runs})" for one, n in said.items())
+        counts, runs = Counter(run.problem or run.verdict for run in self.runs), len(self.runs)
+        return "; ".join(x if n == runs else f"{x} ({n} of {runs})" for x, n in counts.items())
 
     @property
     def judged(self) -> list[Outcome]:

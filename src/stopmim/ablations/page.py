@@ -207,7 +207,7 @@ def pretraining() -> str:
     for key, values in PRINTED.items():
         cells = {"config": key}
         for value, (number, preset) in zip(values, PRETRAINING.items(), strict=True):
-            cells |= {f"Table {number}": _said(value), f"`{preset}`": _said(presets[number][key])}
+            cells |= {f"Table {number}": _text(value), f"`{preset}`": _text(presets[number][key])}
         rows.append(cells)
     return (
         f"## Pretraining\n\nTables 9 to 12: the settings of the paper beside our presets.\n\n"
@@ -215,5 +215,5 @@ def pretraining() -> str:
     )
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

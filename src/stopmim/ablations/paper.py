@@ -13,7 +13,7 @@ from stopmim.config import schema
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import parse_yaml
 
-TOP1 = "IN-1k, 1 %"  # of a linear classifier, which all ablations of the paper report
+TOP1 = "IN-1k, 1 %"  # accuracy of a linear classifier, which all ablations of the paper report
 
 
 def find_table(name: str) -> Table:
@@ -69,7 +69,7 @@ def ramped(base: Config, share: float) -> Changes:
 
 
 def roomy(base: Config, _: bool) -> Changes:
-    """Asks for targets of at least 3x3 patches where the preset's are smaller."""
+    """Enlarges targets to at least 3x3 patches if the preset's are smaller."""
     least = 13 / base.side**2
     small = base.masking.target_scale[0] < least
     return {"masking.target_scale": [least, 1.25 * least]} if small else {}

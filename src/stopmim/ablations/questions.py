@@ -1,4 +1,4 @@
-"""Questions that the encoders of a table are asked, with all data opened and checked beforehand."""
+"""Questions for the encoders of a table, with all data opened and checked beforehand."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from stopmim.evals.protocols import PROTOCOLS, from_options
 from stopmim.evals.recipes import TASKS
 
 FIT, TEST = 2048, 4096  # scenes to fit classifiers on and to test them on, by default
-MAX_CHECKED = 10_000  # up to so many images, every image is decoded before anything trains
+MAX_CHECKED = 10_000  # most images of which all are decoded before anything trains
 RENDERER = f"scenes-v{VERSION}"  # content of scenes and their videos, beyond their name
 SCENE_LABELS = ["count", "distance"]  # the questions of CLEVR
 LABELS = {"clevr_count": ["count"], "clevr_dist": ["distance"]}  # of published recipes
@@ -58,7 +58,7 @@ def questions(
     skip: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Question, ...]:
-    """Returns what the encoders of a table are asked; raises UserError if anything is missing.
+    """The questions for the encoders of a table; raises UserError if anything is missing.
 
     Args:
         data: pretraining data; also evaluated on, unless `evals` names other data. On scenes the
@@ -143,12 +143,12 @@ def _about_videos(source: str, video_size: int | None) -> Question:
 
 
 def _hash(*content: object) -> str:
-    """Hash of `content` and of the code that answers: rows are compared, so one code asks all."""
+    """Hash of `content` and the evaluation code: only rows under the same code are comparable."""
     return cache.key(*content, cache.of_code(*cache.ANSWERS))
 
 
 def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: bool) -> list[str]:
-    """Hashes of both parts of the data, after every image of small data was decoded.
+    """Hashes of both parts of the data, after decoding every image of small data.
 
     A broken image or a wrong list ends an evaluation: better now than after all rows have trained.
     """
@@ -157,8 +157,8 @@ def _checked(protocols: Sequence[str], request: dict[str, Any], *, may_skip: boo
         parts = open_images(source, "train"), open_images(source, "test")
     except NoPartError:
         raise DataError(
-            f"{source}: has no separate training and test splits, as train/ and val/; name data "
-            f"that has both with --eval DATA"
+            f"{source}: has no separate training and test splits, such as train/ and val/; name "
+            f"data that has both with --eval DATA"
         ) from None
     train, test = both_without_skipped(*parts, request.get("skip"))
     parts = without_loose(train), without_loose(test)

@@ -56,7 +56,7 @@ def write_records(planned: Plan, outcomes: Sequence[Outcome]) -> None:
 def _record(planned: Plan, trial: Trial, outcome: Outcome) -> Record:
     run = Run(trial.path)
     about: dict[str, Any] = {}
-    with contextlib.suppress(UserError):  # it failed before it began, or nothing was trained
+    with contextlib.suppress(UserError):  # the run failed before it began, or trained nothing
         about = run.about
     if not (is_complete(about) and isinstance(about["starts"][-1], dict)):
         about = {"data": {"source": planned.data}, "starts": [{}]}
@@ -103,7 +103,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def _wrong(record: Record) -> str:
-    """The first key of a record whose value none of this version has, or ""."""
+    """The first key of a record with a value that this version never writes, or ""."""
     for key, kind in KINDS.items():
         if not isinstance(record.get(key), kind) or isinstance(record[key], bool):
             return key
@@ -123,7 +123,7 @@ def _wrong(record: Record) -> str:
 @functools.lru_cache(maxsize=1024)  # a page reads its records several times
 def _wrong_config(text: str) -> str:
     try:
-        if text != "null":  # a checkpoint of somebody else
+        if text != "null":  # a foreign checkpoint
             Config.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
@@ -132,7 +132,7 @@ def _wrong_config(text: str) -> str:
 
 
 def outcome_of(record: Record) -> Outcome:
-    """What the record was written from, except for rounding."""
+    """The outcome that the record was written from, except for rounding."""
     names = ("row", "seed", "run", "answers", "problem", "verdict", "updates", "seconds")
     own = {name: record[name] for name in names}
     if own["verdict"] == "healthy":  # the word of older versions

@@ -1,7 +1,7 @@
 """Recorded runs of a table's rows, found by their configs and not by names.
 
-A row applied to the config of a recorded run gives a config. If that, too, was run on the same
-images, it is this row in the same setting. So a new record finds its place by itself.
+A row applied to the config of a recorded run gives another config. If that was run on the same
+images too, it is this row in the same setting. So a new record finds its place by itself.
 """
 
 import json
@@ -45,7 +45,7 @@ class Recorded:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its positions are a preset's, from which rows differ: but for sigma, defaults."""
+        """Whether positions are default but for kind and sigma: only such runs can be a base."""
         own = self.config.positions
         return own == PositionsConfig(kind=own.kind, sigma=own.sigma)
 
@@ -54,7 +54,7 @@ class Recorded:
         return str(self.records[0]["data"]["source"])
 
     def outcomes(self, row: str, table: Table) -> Iterator[Outcome]:
-        """One per seed, with the answers to what the table asks, from all of its records."""
+        """Yields one per seed, with the answers from all of its records that the table asks for."""
         for seed in sorted({record["seed"] for record in self.records}):
             own = [record for record in self.records if record["seed"] == seed]
             answers = [a for record in own for a in _asked(table, record)]
@@ -65,10 +65,10 @@ Runs = Mapping[str, Recorded]  # by identity, whatever the seed
 
 
 def recorded(folder: Path) -> Runs:
-    """All recorded runs in `folder`, those with most updates first."""
+    """All recorded runs in `folder`, the longest first."""
     found: dict[str, Recorded] = {}
     for record in read_records(folder):
-        if record["config"] is not None:  # else a checkpoint of somebody else
+        if record["config"] is not None:  # else a foreign checkpoint
             config = Config.model_validate_json(json.dumps(record["config"]))
             config = resolve(override(config, {"seed": 0}))
             key = identity(config, _data(record))
@@ -78,15 +78,15 @@ def recorded(folder: Path) -> Runs:
 
 
 def evaluated(folder: Path, table: Table) -> dict[str, str]:
-    """Numbers of checkpoints of others (``--checkpoint NAME=FILE``), by their names."""
+    """Numbers of foreign checkpoints (``--checkpoint NAME=FILE``), by name."""
     found: dict[str, str] = {}
     for record in read_records(folder):
         if record["config"] is None:
             answers = [in_percent(a) for a in record["answers"] if metric(a)]
             asked = [a for a in answers if a["protocol"].split()[0] in protocols_of(table)]
             if asked:
-                said = (f"{metric(a)} {a['value']:.1f}" for a in asked)
-                found[record["row"]] = ", ".join(said)
+                values = (f"{metric(a)} {a['value']:.1f}" for a in asked)
+                found[record["row"]] = ", ".join(values)
     return found
 
 
@@ -100,7 +100,7 @@ def _data(record: Record) -> str:
 
 
 def _asked(table: Table, record: Record) -> Iterator[dict[str, Any]]:
-    """The answers of a record to what a table asks, on the images that it asks about."""
+    """Yields the answers of a record to the questions of a table, on its images."""
     shallow = table.asks in ASKED and ASKED[table.asks][1] == "last"
     for answer in record["answers"]:
         name, depth = [*answer["protocol"].split(" ", 1), ""][:2]
@@ -121,7 +121,7 @@ def _asked(table: Table, record: Record) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows of a table that were run alike: the same base, images and kind of evaluation."""
+    """Rows of a table that were run under equal conditions: base, images, kind of evaluation."""
 
     table: Table
     runs: Mapping[str, Recorded]  # by the name of the row
@@ -138,7 +138,7 @@ class Setting:
 
     @cached_property
     def rows(self) -> set[str]:
-        """Names of the rows of which anything was measured, or that failed."""
+        """Names of the rows that have any measurement, or failed."""
         return {
             name
             for name, line in self.lines.items()
@@ -184,8 +184,8 @@ class Setting:
         line, base = self.lines.get(row.name), self.lines.get(self.table.baseline)
         if line is None or not any(map(line.per_seed, self.columns)):
             problems = {run.problem for run in line.runs} - {""} if line else set()
-            said = "; ".join(sorted(problems)) or NOT_RUN
-            return dict.fromkeys(self.columns, said) | {"seeds": ""}
+            reason = "; ".join(sorted(problems)) or NOT_RUN
+            return dict.fromkeys(self.columns, reason) | {"seeds": ""}
         cells = {}
         for name in self.columns:
             digits, gain = HEALTH.get(name, 1), with_interval(line.against(base, name), "+")
@@ -196,7 +196,7 @@ class Setting:
 
 
 def _on(answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The images and videos that the answers are about; older ones do not say how large."""
+    """The images and videos that the answers are about, with their size unless unknown."""
     found: dict[str, str] = {}
     for answer in sorted(answers, key=lambda answer: "size" in answer):
         name = str(answer.get("videos") or answer["test_data"])
@@ -206,9 +206,9 @@ def _on(answers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def settings(table: Table, runs: Runs) -> list[Setting]:
-    """Settings that show the rows, each with a row that those before it lack.
+    """Settings that show the rows, each with a row that the settings before it lack.
 
-    Rows of an architecture that the paper has a line for count apart. Pairs come before single
+    Rows of an architecture that the paper has a line for count separately. Pairs come before single
     rows, presets of the package before others, long training before short, and the paper's sigma
     before others.
     """
@@ -241,7 +241,7 @@ def rows_from(table: Table, run: Recorded, runs: Runs) -> dict[str, Recorded]:
     for row in table.rows:
         try:
             key = identity(resolve(override(base, row.of(base))), data)
-        except UserError:  # does not fit to this preset
+        except UserError:  # the row does not fit this preset
             continue
         if key in runs:
             found[row.name] = runs[key]

@@ -82,7 +82,7 @@ def health(found: Sequence[Line]) -> list[Cells]:
 
 
 def runs(found: Sequence[Line]) -> list[Cells]:
-    """Every run by itself; empty if no row has several, as the other tables then show them."""
+    """One row per run; empty if no row has several, as the other tables then show them."""
     if all(len(line.runs) < 2 for line in found):
         return []
     return [
@@ -95,7 +95,7 @@ def runs(found: Sequence[Line]) -> list[Cells]:
 
 
 def collapse_rate(found: Sequence[Line]) -> str:
-    """Sentence with the share of runs that collapsed; "" if the doctor has judged none."""
+    """A sentence with the share of runs that collapsed; "" if the doctor has judged none."""
     judged = sum(len(line.judged) for line in found)
     if not judged:
         return ""
@@ -195,7 +195,7 @@ def write_report(planned: Plan, outcomes: Sequence[Outcome]) -> Path:
 
 
 def terminal(planned: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Results and health as aligned text; a table too wide for a terminal is turned."""
+    """Results and health as aligned text; a table too wide for a terminal is transposed."""
     found = lines(planned.table, planned.base.arch, outcomes)
     shown = numbers(found, random_init(outcomes)), health(found)
     return "\n\n".join(filter(None, [*map(_fitting, shown), collapse_rate(found)]))

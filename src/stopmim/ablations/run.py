@@ -1,8 +1,8 @@
 """``stopmim ablate TABLE``: plans every run of a table, carries them out, writes the table.
 
-A run is identified by its config, data and seed, not by its table: equal rows train once, and so do
-tables in the same folder. Every run has a run directory and a process of its own (trial.py), so
-that whatever is killed can be resumed.
+A run is identified by its config, data and seed, not by its table: equal rows train once, also
+across tables in the same folder. Every run has a run directory and a process of its own (trial.py),
+so that it can resume after a kill.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ def plan(name: str, **options: Any) -> Plan:
 def ablate(planned: Plan, jobs: int | None = None) -> Finished:
     """Carries out a plan, `jobs` runs at a time, and writes the table to `out`/`name`.
 
-    Resumes whatever is there already. A run that fails does not stop the others. The table is
-    written again whenever a run has ended.
+    Resumes existing runs. A run that fails does not stop the others. The table is written again
+    whenever a run has ended.
     """
     with claimed(planned.out):
         own_folder(planned.out / "runs")
@@ -81,7 +81,7 @@ def ablate(planned: Plan, jobs: int | None = None) -> Finished:
 
 @dataclass(frozen=True)
 class Ablation:
-    """An ablation as asked for: a table, and what all its rows share.
+    """Request of an ablation: a table, and what all its rows share.
 
     Args:
         name: table of the paper, or a YAML file with a table of your own.
@@ -185,7 +185,7 @@ def _given(text: str, runs: Path, data: str, asked: tuple[Question, ...]) -> Tri
     if not name or not file or not Path(file).exists():
         raise UserError(f"--checkpoint {text}: expected NAME=FILE, with a file that exists")
     if (Path(file) / "run.json").exists():
-        file = str(Run(file).checkpoint)  # the path of a run stays the same when it is resumed
+        file = str(Run(file).checkpoint)  # a run keeps its path when it resumes
     state = Path(file).stat()
     key = f"{Path(file).resolve()} {state.st_size} {state.st_mtime_ns}"
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name)

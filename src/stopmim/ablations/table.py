@@ -56,7 +56,7 @@ class Table:
     asks: Asks = "few labels"
     note: str = ""
     axes: Mapping[str, str] = field(default_factory=dict)  # meaning of `Row.x`, by `Row.line`
-    measures: tuple[str, ...] = ()  # of health, that it is about as much as about accuracy
+    measures: tuple[str, ...] = ()  # of health, which matter here as much as accuracy
     published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Runs of an ablation: a `Trial` is trained and evaluated, and its findings are an `Outcome`.
 
-``python -m stopmim.ablations.trial TRIAL.json`` performs one, for jobs.py. A trial that was killed
-at any moment resumes and gives the same answers.
+``python -m stopmim.ablations.trial TRIAL.json`` performs one, for jobs.py. A trial that is killed
+at any moment can be resumed, and gives the same answers.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ Answer = dict[str, Any]  # a line of results.jsonl
 
 
 def wrong_key(answer: object) -> str:
-    """The first key whose value no answer has, or ""; it may come from anywhere."""
+    """The first key with a value that no answer of ours has, or ""; `answer` may be anything."""
     if not isinstance(answer, dict):
         return "not an object"
     texts = ["protocol", "name", "label", *({"selection", "on", "unit"} & answer.keys())]
@@ -66,13 +66,13 @@ def wrong_key(answer: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a number, if only NaN; JSON has integers of any length."""
+    """Whether `value` is a number, NaN included; JSON has integers of any length."""
     return isinstance(value, float) or number(value) is not None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of the plan: what is trained and what is asked. Equal rows have the same `path`."""
+    """A run of the plan: its training and its questions. Equal rows have the same `path`."""
 
     path: Path  # run directory
     data: str
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything but given checkpoints."""
+        """Whether anything is trained, beside given checkpoints."""
         return any(trial.config for trial in self.trials)
 
     @property
@@ -181,7 +181,7 @@ def norms_and_rank(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def perform(trial: Trial) -> list[Answer]:
-    """Trains and evaluates, unless that is done already."""
+    """Trains and evaluates, unless both are done already."""
     if (known := trial.answers()) is not None:
         return known
     own_folder(trial.path)
@@ -210,10 +210,10 @@ def _train(trial: Trial, config: Config) -> Run:
 
 def ask(name: str, question: Question, device: str = "auto") -> list[Answer]:
     """Asks the encoder called `name`."""
-    # The seeds of an ablation tell more than several untrained networks.
+    # The seeds of an ablation say more than several untrained networks.
     options = {"random_inits": 1} | question.request | {"device": device}
     options |= {key: Path(options[key]) for key in ("list", "skip") if key in options}
-    recipe = options.pop("recipe", None)  # others show its crops, linear trains by it
+    recipe = options.pop("recipe", None)  # sets the crops of all protocols, and how linear trains
     options |= {"crops": recipe} if recipe in TASKS else {}
     options |= {"recipe": recipe} if recipe and "linear" in question.protocols else {}
     kinds = [kind for kind in PROTOCOLS if kind.name in question.protocols]
@@ -225,7 +225,7 @@ def main(words: Sequence[str]) -> int:
     """``[--watched] TRIAL.json``; watched: saves and exits when its stdin is closed."""
     *options, file = words
     if options == ["--watched"]:
-        if sys.platform == "linux":  # a stopped process goes on when its parent is gone
+        if sys.platform == "linux":  # a stopped process continues when its parent is gone
             ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Errors of the system that can come from anywhere, as those that a user can fix."""
+"""Turns errors of the system, which can come from anywhere, into errors that a user can fix."""
 
 import errno
 import re
@@ -12,12 +12,12 @@ LESS_MEMORY = "close other programs, or use fewer images or a smaller network"
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What torch.save says in place of the error of the system: it has written less than it wanted to.
+# torch.save's message in place of the system's error: it wrote less than it wanted to.
 _CUT = re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing", re.S)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether `error` means that there was no room for what was written, whoever wrote it."""
+    """Whether `error` means that the disk is full, whichever library wrote."""
     if isinstance(error, SafetensorError):
         found = re.search(r"\(os error (\d+)\)", str(error))
         return found is not None and int(found[1]) in FULL
@@ -27,7 +27,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def cause(error: Exception) -> UserError | None:
-    """What no part of the package has a message for, with one; None for a bug."""
+    """A UserError with a message for an `error` that nobody handled; None for a bug."""
     if is_out_of_memory(error):
         return ResourceError(f"out of memory: {shortage(error)}; {LESS_MEMORY}")
     if not isinstance(error, OSError):

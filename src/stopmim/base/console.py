@@ -20,11 +20,11 @@ console = Console(stderr=True, highlight=False, emoji=False)
 COLUMNS = 80  # of a plain line
 GAP = "  "  # between two pieces of a line
 BAR = 24  # columns of the widest bar
-QUIET = 2.0  # seconds before a sign of life
+QUIET = 2.0  # seconds before the first sign of life
 BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to keep logs short
 UNUSUAL = 20  # times slower than usual ...
 LONGEST = 600  # characters of an error or a warning
-MISTAKES = 10  # of one config that are printed
+MISTAKES = 10  # mistakes of one config that are printed
 SLOW = 1.0  # ... and slower than this, in seconds: such an item is left out of the estimate
 
 
@@ -59,7 +59,7 @@ class Ticker:
         """Advances to `done` items; `numbers` are always shown, `extra` where there is room."""
         now = time.monotonic()
         if done > self.done:
-            self._pass_over_unusual(done, now)
+            self._skip_unusual(done, now)
         self.done, self.now = done, now
         if numbers:
             self.numbers, self.extra = numbers, extra
@@ -69,8 +69,8 @@ class Ticker:
         if not self.live and self.numbers and is_due:
             self._say()
 
-    def _pass_over_unusual(self, done: int, now: float) -> None:
-        """Moves the mark past items that take minutes to compile while the others take a moment."""
+    def _skip_unusual(self, done: int, now: float) -> None:
+        """Moves the mark past items that take minutes to compile while others take a moment."""
         if self.mark is None:  # the first item
             self.early.cancel()
             self.mark = done, now
@@ -81,7 +81,7 @@ class Ticker:
         took, usual = (now - self.now) / (done - self.done), (self.now - at) / (self.done - count)
         if took > max(SLOW, UNUSUAL * usual):
             self.mark = count + done - self.done, at + now - self.now  # it does not count
-        elif UNUSUAL * took < usual:  # those before were the unusual ones
+        elif UNUSUAL * took < usual:  # the items before were the unusual ones
             self.mark = self.done, self.now
 
     @property
@@ -95,8 +95,8 @@ class Ticker:
         return max(0.0, per_item * (self.total - self.done) - (time.monotonic() - self.now))
 
     def rendered(self) -> Text:
-        """The live line: over two if the terminal is narrow."""
-        width = console.width - len("^C")  # which a terminal writes behind the line
+        """The live line, or two if the terminal is narrow."""
+        width = console.width - len("^C")  # which a terminal prints after the line
         lines = wrapped(self._needed(), width)
         if len(lines) > 1:
             return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
@@ -147,7 +147,7 @@ def fit(line: str, extra: Sequence[str], width: int) -> str:
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Says `what` is going on if it takes longer than a moment."""
+    """Prints `what` is going on if it takes longer than a moment."""
     timer = threading.Timer(QUIET, say, [f"{what} ..."])
     timer.daemon = True
     timer.start()
@@ -158,7 +158,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process, of those that torchrun or SLURM started, is the one that prints."""
+    """Whether this process is the one that prints, among those that torchrun or SLURM started."""
     return os.environ.get("RANK", "0") == "0"
 
 

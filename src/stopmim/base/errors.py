@@ -12,7 +12,7 @@ LARGEST = 2.0**53  # number in an environment variable; no system waits longer o
 
 
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
-    """Did-you-mean hint for the closest of `names`, to go before the rest of a message, or ""."""
+    """Did-you-mean hint for the closest of `names`, to put before the rest of a message, or ""."""
     near = difflib.get_close_matches(word, list(names), 1)
     return f'did you mean "{prefix}{near[0]}"? ' if near else ""
 
@@ -49,7 +49,7 @@ def setting(variable: str, default: float, unit: str = "seconds") -> float:
 
 
 class DataError(UserError, code=3):
-    """No images, too many broken images, or not the images that the run started with."""
+    """No images, too many broken images, or other images than the run started with."""
 
 
 class NoPartError(DataError):

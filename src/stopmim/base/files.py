@@ -1,8 +1,8 @@
-"""Files that survive a crash, and that no link leads elsewhere: JSON lines, and replaced files.
+"""Files that survive a crash, and follow no links: JSON lines, and files replaced as a whole.
 
 A line of JSON ends in ``"~": "NUMBER:CRC"``, its place in the file and the CRC-32 of the rest, so
-that damaged and missing lines are noticed. Lines of old versions do without: ``NUMBER/OLD:CRC``
-says that the file began with OLD of them.
+that damaged and missing lines are noticed. Lines of old versions have no check: ``NUMBER/OLD:CRC``
+says that the file begins with OLD of them.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def parse_jsonl(path: Path) -> list[Line]:
         return []
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error.strerror}") from None
-    # Programs that convert the ends of lines damage none.
+    # Converted line endings are no damage.
     found = (text.removesuffix(b"\r") for text in data.split(b"\n"))
     lines = [_parse(text) for text in found if text.strip()]
     checks = [line.old for line in lines if line.number is not None]
@@ -61,7 +61,7 @@ def parse_jsonl(path: Path) -> list[Line]:
     for i, line in enumerate(lines):
         if line.tree is not None and line.number is None:
             left -= 1
-            if left < 0:  # the check is what was damaged
+            if left < 0:  # its check was lost by damage
                 lines[i] = Line(line.text, None)
     return lines
 
@@ -82,7 +82,7 @@ def _parse(text: bytes) -> Line:
         return Line(text, None)
     if found:
         return Line(text, tree, int(found[2]), int(found[3] or 0))
-    # A check whose key or value is damaged, as opposed to none.
+    # Tells a check with a damaged key or value from no check.
     last = next(reversed(tree.values()), None)
     torn = CHECK in tree or (isinstance(last, str) and _VALUE.fullmatch(last))
     return Line(text, None if torn else tree)
@@ -94,7 +94,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Count(NamedTuple):
-    """Numbers of damaged and missing lines of a file, and those that the next check contains."""
+    """Numbers of damaged and missing lines of a file, and the numbers for the next check."""
 
     damaged: int
     missing: int
@@ -123,10 +123,10 @@ def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:
 
 
 def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None) -> None:
-    """Appends lines in one write: a kill before or after it leaves none of them, or all.
+    """Appends lines in one write: a kill leaves either none or all of them.
 
-    Without the `count` of the lines that are there, they are counted, and other processes that
-    do so, or rewrite the file, wait.
+    Without the `count` of the existing lines, they are counted, while other processes that do so,
+    or rewrite the file, wait.
     """
     with open(open_to_append(path, lock=count is None), "ab+", buffering=0) as file:
         known = count or count_lines(parse_jsonl(path))
@@ -135,12 +135,12 @@ def append_jsonl(path: Path, *trees: dict[str, Any], count: Count | None = None)
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         begin = "" if file.read() in (b"", b"\n") else "\n"
         data = (begin + "".join(lines)).encode()
-        while data:  # a disk with room for a part of it writes that part
+        while data:  # a disk with room for only a part writes that part
             data = data[file.write(data) :]
 
 
 def open_to_append(path: Path, *, lock: bool = True) -> int:
-    """A descriptor of the file of lines at `path`, if `lock` for this process alone until closed.
+    """A descriptor of the file of lines at `path`, with `lock` exclusive until it is closed.
 
     A hard link is replaced by a copy: the other name may be anybody's file, or a backup's.
     """
@@ -174,7 +174,7 @@ def number(value: object) -> float | None:
 def open_regular(path: Path, flags: int) -> int:
     """A descriptor of the regular file `path`; StorageError for a link, a pipe or a device.
 
-    Whoever packed a run directory may have put links into it, to files of whoever unpacks it.
+    A received run directory may hold links to files of the person who unpacks it.
     """
     try:
         # Without O_NONBLOCK, a pipe would block forever.
@@ -190,20 +190,20 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def _not_regular(path: Path) -> StorageError:
-    what = "a link" if path.is_symlink() else "no regular file"
+    what = "a link" if path.is_symlink() else "not a regular file"
     return StorageError(f"{path}: is {what}, so nothing is written to it; remove it or move it")
 
 
 def open_to_read(path: str | bytes | Path, limit: int = MOST_BYTES) -> BufferedReader:
     """Opens a regular file of at most `limit` bytes; OSError for any other.
 
-    A pipe would block forever, a device such as /dev/zero never ends, and any name may lead there.
+    A pipe would block forever, a device such as /dev/zero never ends, and any name may link there.
     """
     return open(_opened(path, limit)[0], "rb")
 
 
 def holes(file: BufferedReader) -> int:
-    """Bytes of a sparse file that take no room on the disk, as far as the file system tells."""
+    """Bytes of a sparse file that take no room on the disk, if the file system can tell."""
     size, at, found = os.fstat(file.fileno()).st_size, 0, 0
     try:
         while at < size:
@@ -217,12 +217,12 @@ def holes(file: BufferedReader) -> int:
 
 
 def read_regular(path: str | bytes | Path, limit: int | None = None) -> bytes:
-    """The bytes of a file that `open_to_read` opens; by default the name decides on the limit."""
+    """The bytes of a file that `open_to_read` opens; the default limit depends on the suffix."""
     if limit is None:
         limit = _OWN.get(os.path.splitext(os.fsdecode(path))[1], MOST_BYTES)
     handle, size = _opened(path, limit)
     try:
-        data = os.read(handle, size)  # no more than that, should it grow meanwhile
+        data = os.read(handle, size)  # no more than that, even if the file grows meanwhile
         while len(data) < size and (more := os.read(handle, size - len(data))):
             data += more
         return data
@@ -235,7 +235,7 @@ def _opened(path: str | bytes | Path, limit: int) -> tuple[int, int]:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # a zero byte
-        raise OSError(errno.EINVAL, "no name of a file", os.fsdecode(path)) from None
+        raise OSError(errno.EINVAL, "not a file name", os.fsdecode(path)) from None
     status = os.fstat(handle)
     if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
         return handle, status.st_size
@@ -251,9 +251,9 @@ def _opened(path: str | bytes | Path, limit: int) -> tuple[int, int]:
 def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """Yields a new file beside `path` to write to, or a new folder, which then takes its place.
 
-    A reader, or a crash, sees the old content or the new. If `path` is a link, it is replaced, not
-    followed, and nobody can have prepared a link of the temporary name. What killed processes have
-    left beside it is removed. A folder takes the place of nothing, or of an empty one.
+    Readers see the old content or the new, also after a crash. If `path` is a link, it is replaced,
+    not followed, and nobody can prepare a link with the temporary name. Leftovers of killed
+    processes beside it are removed. A folder can only replace an empty folder.
     """
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # root would replace /dev/null
@@ -272,7 +272,7 @@ def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
             os.close(handle)
     except OSError as error:
         raise StorageError(f"{path}: cannot write: {error.strerror or error}") from None
-    except Exception as error:  # writers of tensors have their own
+    except Exception as error:  # writers of tensors have their own errors
         if not is_full(error):
             raise
         raise StorageError(f"{path}: cannot write: no room on the disk") from None
@@ -280,7 +280,7 @@ def replaced(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 def _beside(path: Path, folder: bool) -> tuple[int, Path]:
     """Makes a file or folder beside `path`, locked while its descriptor is open: see `sweep`."""
-    suffix = path.suffix if len(path.suffix) < 16 else ""  # writers go by it
+    suffix = path.suffix if len(path.suffix) < 16 else ""  # decides the format of some writers
     while True:
         temporary = path.with_name(f"{NEW}{secrets.token_hex(8)}{suffix}")
         if folder:
@@ -295,16 +295,16 @@ def _beside(path: Path, folder: bool) -> tuple[int, Path]:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Replaces the file atomically: a reader, or a crash, sees the old text or the new."""
+    """Replaces the file atomically: readers see the old text or the new, also after a crash."""
     with replaced(path) as temporary:
         temporary.write_bytes(text.encode() if isinstance(text, str) else text)
         sync(temporary)
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """Temporary files and folders of killed processes: nobody but this generator locks them."""
+    """Yields temporary files and folders of killed processes: no other process locks them."""
     for path in folder.glob(f"{NEW}*"):
-        with contextlib.suppress(OSError):  # a pipe is not waited for, nor a link followed
+        with contextlib.suppress(OSError):  # neither waits for a pipe nor follows a link
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             handle = os.open(path, flags)
             try:
@@ -315,17 +315,14 @@ def leftovers(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes have left in `folder`."""
+    """Removes leftovers of killed processes from `folder`."""
     for path in leftovers(folder):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link, or a folder, as far as that is possible.
-
-    A hostile folder may be nested too deep.
-    """
-    with contextlib.suppress(OSError, RecursionError):
+    """Removes a file, a link, or a folder, as far as that is possible."""
+    with contextlib.suppress(OSError, RecursionError):  # a hostile folder may be too deep
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

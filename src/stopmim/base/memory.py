@@ -1,4 +1,4 @@
-"""Main memory: how much is free, and which errors mean that it ran out."""
+"""Main memory: the free amount, and the errors that mean it ran out."""
 
 import contextlib
 import ctypes
@@ -42,9 +42,9 @@ def shortage(error: BaseException) -> str:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system, where the C library can.
+    """Returns freed memory to the system, if the C library can.
 
-    glibc keeps blocks below 32 MiB that were freed in a thread, and Pillow's have 16.
+    glibc keeps blocks below 32 MiB that were freed in a thread, and Pillow's have 16 MiB.
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-HIGHEST = 10.0  # white is 2.6 when normalised; what noise is tried with may be beyond that
+HIGHEST = 10.0  # white is 2.6 when normalised; test images with noise may be beyond that
 
 # A file, an image, or its pixels as stored: (H, W, C) in an array, (C, H, W) in a tensor.
 Picture = str | PathLike[str] | Image.Image | np.ndarray | Tensor

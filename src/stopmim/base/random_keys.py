@@ -1,7 +1,7 @@
 """Keyed randomness: every draw of a run is a pure function of the seed and of its use.
 
 So a resumed run needs no saved generator state, and the numbers of workers and GPUs do not change
-what is drawn. A key starts with its purpose, so that two uses never share a stream.
+the draws. A key starts with its purpose, so that two uses never share a stream.
 """
 
 import hashlib

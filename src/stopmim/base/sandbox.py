@@ -2,9 +2,9 @@
 
 A pickle is loaded with ``weights_only=True``. It can still take endless memory and time: a kilobyte
 can ask for gigabytes, or for deeply nested lists. So a child process reads it, with limits on both,
-and passes on plain values as JSON and tensors as bytes. It ends with this process, however
-that ends. Compressed or overlapping records, and tensors that expand a few bytes to gigabytes, do
-not occur in honest files and are refused.
+and passes on plain values as JSON and tensors as bytes. The child never outlives this process.
+Compressed or overlapping records, and tensors that expand a few bytes to gigabytes, do not occur in
+honest files and are refused.
 """
 
 import argparse
@@ -38,17 +38,17 @@ from stopmim.base.files import holes, open_to_read, read_regular
 from stopmim.base.memory import is_out_of_memory, shortage
 
 BYTES = 2**36  # most bytes of a file; a ViT-g with its optimizer has 2 ** 34
-HOLES = 2**26  # most bytes of a file that are not on the disk; weights are, but for some zeros
+HOLES = 2**26  # most bytes of a file that are not on the disk; in weights only some zeros are not
 HEADER = 10_000_000  # most bytes of a safetensors header; a ViT-H has 50,000
 TENSORS = 20_000  # most tensors of a file, and records of a zip; a ViT-H with AdamW has 1,600
-ALIGNED = 64  # bytes between which tensors begin
+ALIGNED = 64  # tensors begin at multiples of this many bytes
 SHARED = 4  # most bytes of tensors per byte of file: some networks save a matrix twice
 DEPTH = 10  # deepest nesting of containers; VISSL's encoder lies at 5
 VALUES = 100_000  # most values, containers and tensors of a pickle; a ViT-H with AdamW has 10,000
 MEMORY = 800_000_000  # bytes for reading a pickle, on top of SHARED times its size
 UNUSED = ("opt", "optimizer", "scaler")  # skipped: larger than the weights
-SECONDS = 15  # of the processor for reading a pickle, plus one second per 10 MB
-BUSY = 4  # times as long by the clock: others may use the machine, and disks may be slow
+SECONDS = 15  # of processor time for reading a pickle, plus one second per 10 MB
+BUSY = 4  # times as long in wall-clock time: the machine may be shared, and disks slow
 NO_MEMORY, NO_ROOM = 7, 5  # exit codes of the process that reads a pickle
 _LATE = (signal.SIGALRM, signal.SIGPROF)  # end a reader that takes too long
 
@@ -71,7 +71,7 @@ def read_tree(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # a hostile file can make a reader fail in any way
-        if is_out_of_memory(error):  # here none can: a child with limits reads pickles
+        if is_out_of_memory(error):  # not the file's fault: a child with limits reads pickles
             raise _no_memory(path, shortage(error)) from None
         if isinstance(error, OSError):
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
@@ -86,7 +86,7 @@ def metadata(path: Path) -> dict[str, str]:
     """Metadata in the header of a .safetensors file that `read_tree` accepted."""
     if path.suffix != ".safetensors":
         return {}
-    with open_to_read(path, BYTES) as file:  # not mapped once more: that may take gigabytes
+    with open_to_read(path, BYTES) as file:  # not mapped again: that may take gigabytes
         size = min(HEADER, int.from_bytes(file.read(8), "little"))
         return json.loads(file.read(size)).get("__metadata__") or {}
 
@@ -116,7 +116,7 @@ def one_line(error: BaseException) -> str:
 
 def _pickle(path: Path, size: int) -> Any:
     try:
-        # Without names: nothing is left of them, however this process ends.
+        # Nameless files: nothing is left of them, however this process ends.
         with tempfile.TemporaryFile() as tree, tempfile.TemporaryFile() as tensors:
             if shutil.disk_usage(tempfile.gettempdir()).free < size:
                 raise OSError(errno.ENOSPC, f"reading {path} needs {size} bytes there")
@@ -181,7 +181,7 @@ def _join(value: Any, data: Tensor) -> Any:
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when `parent` is gone, whatever has ended that."""
+    """Has the kernel kill this process when `parent` is gone, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before
@@ -189,7 +189,7 @@ def _end_with(parent: int) -> None:
 
 
 def _check_zip(path: Path, size: int) -> None:
-    """Refuses a zip file that is not as torch writes it; torch does not verify checksums."""
+    """Refuses a zip file that torch would not write so; torch does not verify checksums."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if len(records) > TENSORS:
@@ -217,17 +217,17 @@ def _read_in_child(
         gc.disable()  # it would touch, and so copy, all memory of the parent
         torch.set_num_threads(1)  # the parent's threads do not exist here
         is_short = _limit_memory(SHARED * size + MEMORY)
-        said, failed = dict[str, Any](), None
+        answer, failed = dict[str, Any](), None
         try:
-            said = {"tree": _extract(path, size, tensors)}
+            answer = {"tree": _extract(path, size, tensors)}
         except BaseException as error:
             failed = error.with_traceback(None)  # gives back what its frames hold
             failed.__context__ = None
         if failed is not None:
             code = _code_of(failed, is_short, SHARED * size + MEMORY)
             what = f"takes {MEMORY} bytes more than a file of {size} should"
-            said = {"error": what if is_out_of_memory(failed) else one_line(failed)}
-        tree.write(json.dumps(said).encode())
+            answer = {"error": what if is_out_of_memory(failed) else one_line(failed)}
+        tree.write(json.dumps(answer).encode())
         tree.flush()
     except MemoryError:
         code = NO_MEMORY if is_short else 1
@@ -240,7 +240,7 @@ def _read_in_child(
 
 
 def _code_of(error: BaseException, is_short: bool, most: int) -> int:
-    """The exit code if `error` is not the fault of the file, which may take `most` bytes, or 0."""
+    """The exit code for an `error` that is not the file's fault, or 0; `most` bytes are allowed."""
     if is_full(error):
         return NO_ROOM
     asked = re.search(r"allocate (\d+) bytes", str(error))
@@ -249,9 +249,9 @@ def _code_of(error: BaseException, is_short: bool, most: int) -> int:
 
 
 def _limit_memory(most: int) -> bool:
-    """Limits this process to `most` bytes more; whether the system leaves it less than half.
+    """Limits this process to `most` bytes more; returns whether the system allows less than half.
 
-    Half of it does for every honest file, so that one for which it does not is at fault.
+    Half of it suffices for every honest file: a file that needs more is at fault.
     """
     if not (pages := Path("/proc/self/statm")).exists():
         return False
@@ -263,7 +263,7 @@ def _limit_memory(most: int) -> bool:
 
 
 def _extract(path: Path, size: int, tensors: IO[bytes]) -> list[Any]:
-    """The values of `path` as of `_split`; writes its tensors to a file."""
+    """The values of `path` in the form of `_split`; writes its tensors to a file."""
     if zipfile.is_zipfile(path):
         _check_zip(path, size)
     # MAE, DINO and iBOT store their options in a Namespace, which only holds values.

@@ -8,7 +8,7 @@ import math
 
 
 def cosine(step: float, *, total: int, start: float, final: float) -> float:
-    """Half a cosine from `start` at step 0 to `final` at `total`, and `final` from there on."""
+    """Half a cosine from `start` at step 0 to `final` at `total`, then constant."""
     done = min(1.0, step / total)
     return final + (start - final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -23,5 +23,5 @@ def warmup_cosine(
 
 
 def linear(step: int, *, total: int, start: float, final: float) -> float:
-    """A line from `start` at step 0 to `final` at `total`, and `final` from there on."""
+    """A line from `start` at step 0 to `final` at `total`, then constant."""
     return start + (final - start) * min(1.0, step / total)

@@ -19,11 +19,11 @@ _URL = re.compile(
     r"((?:(?![a-zA-Z][a-zA-Z0-9+.-]*://)[^?#\s])*)"  # up to a query, or another URL
     r"([?#](?:(?![a-zA-Z][a-zA-Z0-9+.-]*://)\S)*)?"
 )
-_NO_PORT = re.compile(r"https?://[^/\[\]]*:[^/]*[^/\d]")  # a password that is not escaped
+_NO_PORT = re.compile(r"https?://[^/\[\]]*:[^/]*[^/\d]")  # an unescaped password
 
 
 def shown(text: str) -> str:
-    """`text` without the credentials of URLs in it, which libraries quote in their messages."""
+    """`text` without credentials in its URLs, which libraries quote in their messages."""
     return _URL.sub(_shown_one, text) if "://" in text else text
 
 
@@ -38,7 +38,7 @@ def hide(text: str) -> str:
 def remember(url: str) -> str:
     """`shown` for a URL derived from a given one, as by a pattern: stores it for `reveal`.
 
-    Child processes derive it again: an environment variable has no room for thousands.
+    Child processes derive it again: an environment variable cannot hold thousands.
     """
     safe = shown(url)
     if safe != url:

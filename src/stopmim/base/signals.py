@@ -1,4 +1,4 @@
-"""Signals that end a command: Ctrl-C is answered within two seconds, whatever is going on.
+"""Signals that end a command: answers Ctrl-C within two seconds, whatever is going on.
 
 Python runs a handler between two instructions of the main thread, so a long call (a backward pass,
 a read from a slow disk) would delay the answer. A second thread therefore also receives signals,
@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 PATIENCE = 1.0  # seconds that the main thread has to answer by itself
-TWICE = 0.5  # seconds within which two signals are one: torchrun repeats that of the terminal
+TWICE = 0.5  # seconds within which two signals count as one: torchrun repeats the terminal's
 WAIT = "stopping: the current step is finished and saved first; Ctrl-C again: at once"
 STOPPED = "stopmim: stopped"
 UNSAVED = f"{STOPPED} at once; the same command continues from the last checkpoint"
@@ -39,12 +39,12 @@ class WaitEndedError(Exception):
 _loop: Received | None = None  # of the loop that now collects signals
 _collected = False  # whether any loop has collected one
 _interrupted = 0  # the signal that came outside such a loop
-_answering = False
-_said = False  # whether the last line of the command is printed
+_answering = False  # whether the second thread runs
+_printed = False  # whether the last line of the command is printed
 
 
 def is_interrupted() -> bool:
-    """Whether a signal came outside such a loop: errors that follow are its consequence."""
+    """Whether a signal came outside a loop that collects them: later errors follow from it."""
     return bool(_interrupted)
 
 
@@ -54,9 +54,9 @@ def interrupting() -> int:
 
 
 def stopped(text: str = STOPPED, code: int | None = None) -> int:
-    """Says in one line that a signal ended the command, and returns its exit code."""
-    global _said
-    _said = True
+    """Prints one line, that a signal ended the command, and returns the exit code."""
+    global _printed
+    _printed = True
     print(text, file=sys.stderr)
     return code or 128 + interrupting()
 
@@ -93,18 +93,18 @@ def signals() -> Iterator[Received]:
 
 
 def end_wait_if_told() -> None:
-    """Raises WaitEndedError if a signal is older than PATIENCE; for whatever may wait for long."""
+    """Raises WaitEndedError if a signal is older than PATIENCE; for any long wait."""
     if _loop and time.monotonic() - _loop.since > PATIENCE:
         raise WaitEndedError
 
 
 def answer() -> None:
-    """Starts the thread that answers Ctrl-C when the main thread does not; for a command alone."""
+    """Starts the thread that answers Ctrl-C when the main thread does not; for commands only."""
     global _answering
     _answering = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so after nohup
         signal.signal(signal.SIGINT, _interrupt)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which would leave half of a file
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the default could leave half a file
         signal.signal(signal.SIGTERM, _interrupt)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -132,7 +132,7 @@ def _answer(pipe: int) -> NoReturn:
     if not select.select([pipe], [], [], PATIENCE - TWICE)[0]:
         if not _will_save():
             _end(first)
-        if _loop is not None:  # else it is over, and the process about to end
+        if _loop is not None:  # else the loop is over, and the process about to end
             _print(WAIT)
     while os.read(pipe, 1)[0] not in _ENDING:
         pass
@@ -140,12 +140,12 @@ def _answer(pipe: int) -> NoReturn:
 
 
 def _will_save() -> bool:
-    """Whether a loop acts on the signal, or will as soon as the main thread receives it."""
+    """Whether a loop will act on the signal, at the latest when the main thread receives it."""
     return _collected or (_loop is not None and not _loop.nothing_to_save)
 
 
 def _print(text: str) -> None:
-    """Prints past every buffer and lock, over the progress line of a terminal."""
+    """Prints without buffers or locks, over the progress line of a terminal."""
     if os.environ.get("RANK", "0") != "0":
         return
     clear = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # and shows the cursor again
@@ -154,7 +154,7 @@ def _print(text: str) -> None:
 
 
 def _end(number: int) -> NoReturn:
-    """Ends the process in the middle of whatever it does."""
-    if not _said:
+    """Ends the process at once, whatever it does."""
+    if not _printed:
         _print(UNSAVED if _will_save() else STOPPED)
     os._exit(128 + number)

@@ -9,7 +9,7 @@ from stopmim.base.errors import StorageError
 
 
 class _Lossy(io.FileIO):
-    """A file that loses what it has no room for: a log on a full disk must not end a run."""
+    """A file that drops data that does not fit: a log on a full disk must not end a run."""
 
     problem: OSError | None = None  # the first one
 
@@ -25,9 +25,9 @@ _stdout: _Lossy | None = None
 
 
 def prepare() -> None:
-    """Makes the streams safe to print to, whatever they lead to; for a command alone.
+    """Makes the streams safe to print to, wherever they lead; for commands only.
 
-    The next file that is opened would take the place of a closed one, and get what is printed.
+    Otherwise the next opened file would take the place of a closed stream, and get its output.
     """
     global _stdout
     for number in range(3):
@@ -41,14 +41,14 @@ def prepare() -> None:
 
 
 def _text(file: _Lossy, old: Any) -> io.TextIOWrapper:
-    """A stream like `old`, None if that is closed, that shows what it cannot encode escaped."""
+    """A stream like `old` (None if closed) that escapes whatever it cannot encode."""
     encoding, by_line = getattr(old, "encoding", None), getattr(old, "line_buffering", True)
     writer = io.BufferedWriter(file)
     return io.TextIOWrapper(writer, encoding, "backslashreplace", line_buffering=by_line)
 
 
 def lost_output() -> int:
-    """The exit code of a command whose output was lost, in part or all; 0 if none was."""
+    """The exit code of a command whose output was lost, even in part; 0 if none was."""
     sys.stdout.flush()
     lost = _stdout.problem if _stdout else None
     if lost is None or isinstance(lost, BrokenPipeError):  # `stopmim ... | head`

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of `function`; TimeoutError if it takes longer, while it runs on in its thread.
+    """The result of `function`; TimeoutError if it takes longer, though its thread continues.
 
     It must release the GIL while it waits, as network calls do.
     """

@@ -1,8 +1,8 @@
 """Operations and bytes of one update, by kind of work and by part of the network.
 
 Both follow from shapes; nothing is run. Divided by the rates of a device they give a floor, the
-time that no kernel can beat. Bytes are counted for the work as it is divided into kernels now: each
-reads its inputs once and writes its outputs once. Work that is fused further moves fewer.
+time that no kernel can beat. Bytes are counted for the present division into kernels, each of which
+reads its inputs once and writes its outputs once. Fusing further would move fewer.
 
 Shapes: N tokens enter a block, Q of them leave it, D width, H hidden width of the MLP. `a` is the
 size of an activation in bytes, 2 under autocast; weights, gradients and moments are float32, and so
@@ -83,9 +83,9 @@ def lines(
     rates: tuple[float, float] | None = None,
     measured: dict[str, float] | None = None,
 ) -> list[Line]:
-    """A line per kind of work; with the floor at `rates`, operations and bytes per second, and the
-    milliseconds `measured` beside it."""
-    said = []
+    """A line per kind of work, with the floor at `rates` (operations and bytes per second) and the
+    milliseconds `measured`, if these are given."""
+    rows = []
     for kind, parts in found.items():
         line: Line = {"bench": "step account", "kind": kind}
         line["gflop"] = {part: round(work.flops / 1e9, 2) for part, work in parts.items()}
@@ -95,8 +95,8 @@ def lines(
             line["floor_ms"] = round(1e3 * floor, 3)
         if measured and kind in measured:
             line["measured_ms"] = measured[kind]
-        said.append(line)
-    return said
+        rows.append(line)
+    return rows
 
 
 # ------------------------------------------------------------------------------ the shapes
@@ -108,11 +108,11 @@ class Layer(NamedTuple):
     tokens: int
     inputs: int
     outputs: int
-    of_data: bool = False  # pixels or noise: nobody needs their gradient
+    of_data: bool = False  # pixels or noise, which need no gradient
 
 
 class Tower(NamedTuple):
-    """A stack of transformer blocks with what is before and after it."""
+    """A stack of transformer blocks with the layers before and after it."""
 
     part: str
     blocks: list[tuple[int, int]]  # N and Q of each

@@ -2,8 +2,8 @@
 
 "Plain" is what people write: torch's DataLoader with a worker per core, in which Pillow decodes,
 resizes and crops as torchvision does, and the encoder in float32, eager, 256 images at a time.
-Beside our rate stands that of each stage alone, which tells what the rest waits for. On a GPU the
-figures that there are goals for come last, each beside its goal.
+Each stage is also timed alone, which shows the bottleneck. On a GPU the figures that have goals
+come last, each with its goal.
 """
 
 import json
@@ -44,16 +44,16 @@ from stopmim.evals.views import View, middle
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder
 
-PHOTOS = 64  # different ones; each has many names
+PHOTOS = 64  # different files; each has many names
 CLASSES = 10  # of the images of the suite
-DECODER = 0.95  # of the rate of the decoder alone: then nothing else is waited for
+DECODER = 0.95  # goal, as a share of the rate of the decoder alone: nothing else then limits it
 
 Part = Literal["memory", "jpeg", "suite", "tracking"]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured on a GPU, and what on a CPU, where it only shows that all is in order."""
+    """Sizes of the measurements on a GPU; those on a CPU only show that everything works."""
 
     small: str = "random:vit_s8@64"
     large: str = "random:vit_b16@224"
@@ -71,8 +71,8 @@ def bench_evals(
 ) -> str:
     """Measures `parts`, by default all; returns JSON lines.
 
-    Lines are said, and recorded in `out`, as soon as there are any: of a command that is ended, or
-    of which a part fails, the others remain. The error of a part is raised at the end.
+    Lines are printed, and recorded in `out`, as soon as they are known, so that they remain if the
+    command is ended or a part fails. The error of a part is raised at the end.
     """
     where = choose_device(device)
     size = Size() if where.type == "cuda" else ON_CPU
@@ -153,7 +153,7 @@ def features(
     check_features(encoder, images, how)
     try:
         yield _rate(f"{name}, plain", plain, [_plain(encoder, images, showing.view, plain, device)])
-    except RuntimeError as error:  # its batches lie in /dev/shm, which containers have little of
+    except RuntimeError as error:  # its batches need /dev/shm, which is small in containers
         yield {"bench": f"{name}, plain", "error": str(error)}
     yield _rate(name, len(images), [_timed(extract, encoder, images, **how) for _ in range(rounds)])
     views = [_timed(_exhaust, showing.batches(device), device) for _ in range(rounds)]
@@ -164,7 +164,7 @@ def features(
 
 
 def check_features(encoder: Encoder, images: Images, how: Mapping[str, Any]) -> None:
-    """Raises unless features in batches are those of the plain way, up to the rounding of bf16.
+    """Raises RuntimeError unless batched features equal the plain ones, up to bf16 rounding.
 
     It also loads the kernels, which the measurements need not.
     """
@@ -257,7 +257,7 @@ def _plain(encoder: Encoder, images: Images, view: Any, n: int, device: torch.de
 
 
 def _decoded(images: Images) -> float:
-    """Seconds in which as many processes as there are cores read all images, and no more."""
+    """Seconds that one process per core takes to read all images, and nothing else."""
 
     def make(numbers: list[int]) -> None:
         for i in numbers:

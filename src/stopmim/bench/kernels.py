@@ -1,4 +1,4 @@
-"""How fast the fused kernels are, and how exact.
+"""Benchmarks the speed and precision of the fused kernels.
 
 Each is compared with the usual way, at the sizes that a training step has: LayerNorm after a
 residual addition as torch compiles it, attention as `gpu/attention.py` has it, the optimizer as
@@ -35,9 +35,9 @@ PRESETS = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop", "small_images")
 EPS = 1e-6
 COPY = 2**30  # bytes of the copy that gives the rate of memory
 MS = 20  # of one measurement
-# Of `norm.RESIDENT` and `norm.STAGES`: which is fastest cannot be told without a GPU.
+# Values for `norm.RESIDENT` and `norm.STAGES`: only a GPU shows which is fastest.
 CHOICES = [(resident, stages) for resident in (16, 24, 32, 40) for stages in (1, 2, 3)]
-# The same of `adamw.PIECE`, `adamw.BLOCK` and `adamw.WARPS`.
+# Values for `adamw.PIECE`, `adamw.BLOCK` and `adamw.WARPS`.
 PIECES = [(2048, 1024, 8), (8192, 512, 4), (8192, 1024, 4), (8192, 2048, 8), (32768, 1024, 8)]
 
 
@@ -296,8 +296,8 @@ def _times(
             )
             kept[name].append((forward, both))
     return {
-        name: (statistics.median(a for a, _ in some), statistics.median(b for _, b in some))
-        for name, some in kept.items()
+        name: (statistics.median(a for a, _ in times), statistics.median(b for _, b in times))
+        for name, times in kept.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""How much of the rate of a step a whole run reaches, on a folder of JPEGs that it reads from disk.
+"""Benchmarks a whole run against its bare step, on a folder of JPEGs that it reads from disk.
 
 The run is an ordinary one: it shuffles, decodes, crops, draws masks and noise, measures its health,
 logs and saves. Only its targets have one size, the likeliest, so that one update is compiled. Its
@@ -20,7 +20,7 @@ from stopmim.runs.run import Run
 from stopmim.train.cost import likeliest_step
 from stopmim.train.loop import pretrain
 
-PHOTOS = 64  # different ones; each has many names
+PHOTOS = 64  # different files; each has many names
 FILES = {"cuda": 6000, "cpu": 256}
 UPDATES = {"cuda": 1000, "cpu": 32}
 

@@ -1,4 +1,4 @@
-"""How long a save holds up training.
+"""Benchmarks how long a save delays training.
 
 Two runs of the same config, one after the other: in one, training waits for every save, as it does
 where memory has no room for a copy; in the other, a thread saves beside it. Both log every update,
@@ -46,14 +46,14 @@ def bench_saving(preset: str | None, changes: dict[str, Any], *, out: Path | Non
 
 
 def _pauses(run: Run, config: Config) -> Line:
-    """What updates right after a save take longer than others do."""
+    """Extra time of updates right after a save."""
     batch, middle = config.optim.batch_size, EVERY // 2
     seconds = [batch / line["images_per_s"] for line in run.metrics]
     # The time from one line of the log to the next counts for the second: a save for what follows.
     after = [seconds[i : i + middle] for i in range(EVERY, len(seconds), EVERY)]
     others = [x for i in range(0, len(seconds), EVERY) for x in seconds[i + middle : i + EVERY]]
     usual_one = statistics.median(others)
-    lost = [sum(some) - len(some) * usual_one for some in after]
+    lost = [sum(times) - len(times) * usual_one for times in after]
     size = sum(file.stat().st_size for file in run.checkpoint.iterdir())
     return {
         "longest_pause_ms": _ms(max(map(max, after)) - usual_one),

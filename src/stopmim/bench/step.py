@@ -1,4 +1,4 @@
-"""How long a training step takes, and the drawing of its masks.
+"""Benchmarks a training step, and the drawing of its masks.
 
 Variants are timed in turn within one run, so that their ratio does not depend on the load of the
 machine. The rate of a large matrix product is measured in the same run: a step is judged by the

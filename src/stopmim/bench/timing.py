@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: the clock, the machine, and the lines they print and write."""
+"""Shared parts of all benchmarks: the clock, the machine, and the lines they print and write."""
 
 import datetime
 import json
@@ -65,7 +65,7 @@ def circumstances(config: Config) -> Line:
 
 
 def machine(device: torch.device) -> Line:
-    """Where, when and with which versions a line was measured."""
+    """Machine, date and versions with which a line was measured."""
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),

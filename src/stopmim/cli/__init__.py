@@ -1,4 +1,4 @@
-"""The command line: one file per group of commands, run.py for the way in."""
+"""The command line: one file per group of commands; run.py is the entry point."""
 
 from stopmim.cli.run import main
 

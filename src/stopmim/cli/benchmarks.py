@@ -200,7 +200,7 @@ class Bench:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Config keys; an AttributeError, as of any class without it, if there are none."""
+        """Config keys; raises AttributeError, like any class without them, if there are none."""
         changes: dict[str, Any] = getattr(self.what, "changes")  # noqa: B009
         return changes
 

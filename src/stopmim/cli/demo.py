@@ -25,7 +25,7 @@ QUESTIONS = ("count", "distance", "shape")  # objects; depth and shape of the ne
 
 
 def demo(out: Path, changes: dict[str, Any]) -> Run:
-    """Pretrains, evaluates by protocols of the suite, and says where the report is."""
+    """Pretrains, evaluates by protocols of the suite, and prints the path of the report."""
     begin, config = time.monotonic(), configure("tiny_cpu", changes)
     say(f"rendering {TRAIN} scenes to learn from")
     images = Scenes(TRAIN, size=48, seed=0)
@@ -40,8 +40,8 @@ def demo(out: Path, changes: dict[str, Any]) -> Run:
     lines.unlink(missing_ok=True)  # of an earlier demo in this folder
     record(lines, [result.as_dict() for result in results], facts)
     page = write_report(run, images)
-    said = [fill(line, 80, break_on_hyphens=False) for line in table.conclusions(results, facts)]
-    for part in (table.text(table.rows(results)), table.LEGEND, *said):
+    ends = [fill(line, 80, break_on_hyphens=False) for line in table.conclusions(results, facts)]
+    for part in (table.text(table.rows(results)), table.LEGEND, *ends):
         say(*part.splitlines())
     say(f"finished in {duration(time.monotonic() - begin)}; open the report: {page}")
     return run

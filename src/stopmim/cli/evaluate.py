@@ -1,4 +1,4 @@
-"""``stopmim eval``: one subcommand per protocol, made from its options, and two of several."""
+"""``stopmim eval``: one subcommand per protocol, made from its options, and two for several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
@@ -20,7 +20,7 @@ OTHER = "another, compared with A"
 
 
 def _command(name: str, about: str | None, kinds: Sequence[type[Protocol]], **encoders: str) -> Any:
-    """A subcommand with the options of `kinds`, those they share, and positional `encoders`."""
+    """A subcommand with the options of `kinds`, their shared options, and positional `encoders`."""
     request = protocols.request_for(kinds)
     shared = {f.name for f in fields(Request)}
     images = [(f.name, f.type, f.default) for f in fields(request) if f.name not in shared]
@@ -75,8 +75,8 @@ def _report(name: str, kinds: Sequence[Protocol], request: Request) -> str:
     results = suite.suite(inputs, kinds)
     record(lines, [result.as_dict() for result in results], facts)
     parts = [table.text(table.rows(results))]
-    if said := table.conclusions(results, facts):
-        parts += [table.LEGEND, *(fill(sentence, 80, break_on_hyphens=False) for sentence in said)]
+    if ends := table.conclusions(results, facts):
+        parts += [table.LEGEND, *(fill(sentence, 80, break_on_hyphens=False) for sentence in ends)]
     if len(kinds) > 1 and lines is not None:
         title = f"Evaluation of {Path(name).name or name}"
         before = table.replaced_data(lines.parent)
@@ -97,9 +97,9 @@ def _contrast(a: str, b: str, kinds: Sequence[Protocol], request: Request) -> st
     shown = (f"{key}: {name}{_at(step)}" for key, (name, step) in names.items())
     facts = {"A": a, "B": b} | facts | {"encoder": b, "step": step}
     record(destination(None, request.out), [c.as_dict() for c in found], facts)
-    said = compare.conclusion(found, a, b, facts["test_data"])
+    end = compare.conclusion(found, a, b, facts["test_data"])
     return "\n\n".join(
-        ["\n".join(shown), table.text(table.compared(found)), table.PAIRED, fill(said, 80)]
+        ["\n".join(shown), table.text(table.compared(found)), table.PAIRED, fill(end, 80)]
     )
 
 

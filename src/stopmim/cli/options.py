@@ -13,7 +13,7 @@ from stopmim.config.yaml_text import parse_yaml
 def option(metavar: str, text: str | None = None) -> Any:
     """An option that may be left out: the name of its value, and its help text.
 
-    The help text says what happens without it; tyro's "(default: None)" would say it again.
+    The help text states the default; tyro's "(default: None)" would repeat it.
     """
     return arg(metavar=metavar, help=text, help_behavior_hint="")
 

@@ -35,7 +35,7 @@ from stopmim.cli.wrong_input import command_of, one_line
 
 GRACE = 3.0  # seconds for the rank that failed to report why, before the others exit
 
-# The order is that of --help; a command is called like its class, in lower case.
+# In the order of --help; a command has the name of its class, in lower case.
 Experiments = Demo | Pretrain | Repair | Ablate | Check | Pack | Eval
 Command = Experiments | Doctor | Analyse | Report | Features | Inspect | Export | Bench | Presets
 ABOUT = "--version shows the version; --debug, with any command, where an error comes from."
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             raise
-        if is_interrupted():  # as of a process that Ctrl-C ended too
+        if is_interrupted():  # the error of a child process, say, that Ctrl-C ended too
             return stopped()
         if str(error):
             complain(error)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _need_a_place() -> None:
-    """Refuses a current folder that is gone: a library of torch would end the process."""
+    """Refuses a current folder that was deleted: a library of torch would end the process."""
     try:
         os.getcwd()
     except OSError as error:

@@ -74,7 +74,7 @@ class Check:
             print(f"\nwrote {self.fix_list}: {count:,} images to leave out, with")
             name = shlex.quote(str(self.fix_list))
             print(f"pretrain --data.skip {name} and eval --skip {name}")
-        # A problem is solved by the list, which a recommended command would have to name.
+        # The list solves the problem, but a recommended command would have to name it.
         if report.problem or plan.facts.count == 1:
             return
         print(f"\n{recommend(self.data, plan, chosen=self.preset is None)}")
@@ -197,7 +197,7 @@ SET_BY_ABLATE = ("layers", "recipe", "per_class", "list")  # by the table, --eva
 
 
 def _passed_on(*kinds: type[Protocol]) -> Any:
-    """The options of `kinds` that `ablate` takes and passes on: those it does not set itself."""
+    """The options of `kinds` that `ablate` passes on: all that it does not set itself."""
     known = {f.name: f for kind in kinds for f in fields(kind)}  # type: ignore[arg-type]
     hidden = [
         (name, known[name].type, field(default=known[name].default, init=False))

@@ -1,4 +1,4 @@
-"""Messages about a wrong command line: tyro's boxes as one line each."""
+"""Messages about a wrong command line: turns each of tyro's boxes into one line."""
 
 import re
 
@@ -6,7 +6,7 @@ from stopmim.base.errors import did_you_mean
 from stopmim.config.schema import Config, flatten
 
 TAKE_KEYS = ("demo", "pretrain", "ablate", "check", "bench")  # commands with config keys
-GROUPS = ("eval", "bench")  # commands that are several
+GROUPS = ("eval", "bench")  # commands with subcommands
 REWORDED = {  # tyro's messages about values -> ours
     r"Missing from stopmim ([\w ]+):": r"\1: missing",
     r"((?:--\S+ )?(?:\{.*?\}|[A-Z]+\b)) ([^()]*) \(required\)": r"\1 (\2),",
@@ -32,30 +32,31 @@ def one_line(box: str, words: list[str]) -> str:
     text = re.sub(r"[\u2500-\u257f]|-{3,}", " ", box)  # lines and corners
     _, *lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     text = " ".join(lines).partition("For full helptext")[0]
-    said, _, near = text.partition("Perhaps you meant:")
-    known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", said)
+    message, _, near = text.partition("Perhaps you meant:")
+    known = re.search(r"(?:Available subcommands: |Expected one of \{)([\w, ]+)", message)
     if known and (unknown := _no_such_command(words, known[1].strip().split(", "))):
         return unknown
     close = near.split()[0] if near else ""
-    if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", said):
-        said = f"{command_of(words)}: no option {option[2]}"
-        if option[1] or not close:  # tyro suggests another command's; a key may have this name
+    if option := re.match(r"Unrecognized (or misplaced )?options: (--[\w.-]+)", message):
+        message = f"{command_of(words)}: no option {option[2]}"
+        # Tyro suggests an option of another command; a config key may have this name.
+        if option[1] or not close:
             name = option[2].removeprefix("--").replace("-", "_")
             keys = dict(flatten(Config().model_dump(mode="json"))) if words[0] in TAKE_KEYS else {}
             close = next((f"--{key}" for key in keys if key.split(".")[-1] == name), "")
-    elif extra := re.match(r"Unrecognized options: ([^-].*)", said):
-        said = f'{command_of(words)}: one argument too many: "{extra[1].strip()}"'
-    elif choice := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. (.*)", said):
+    elif extra := re.match(r"Unrecognized options: ([^-].*)", message):
+        message = f'{command_of(words)}: one argument too many: "{extra[1].strip()}"'
+    elif choice := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. (.*)", message):
         names = re.findall(r"'([^']*)'", choice[3])
         where = f"{choice[2]}: " if choice[2].startswith("-") else ""
         choices = f"{did_you_mean(choice[1], names)}there are {', '.join(names)}"
-        said = f"{command_of(words)}: {where}invalid choice '{choice[1]}'; {choices}"
-    said = _MEANINGS.sub(_names_alone, said)
+        message = f"{command_of(words)}: {where}invalid choice '{choice[1]}'; {choices}"
+    message = _MEANINGS.sub(_names_alone, message)
     for theirs, ours in REWORDED.items():
-        said = re.sub(theirs, ours, said)
+        message = re.sub(theirs, ours, message)
     close = close.rstrip(",")  # of a flag with its opposite
     hint = did_you_mean(close, [close]) if close else ""
-    return f"{said.strip(' .,')}; {hint}see stopmim {command_of(words)} --help"
+    return f"{message.strip(' .,')}; {hint}see stopmim {command_of(words)} --help"
 
 
 def _no_such_command(words: list[str], names: list[str]) -> str:

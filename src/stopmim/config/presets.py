@@ -56,7 +56,7 @@ class Needs(Section):
 
 @dataclass(frozen=True)
 class Preset:
-    """A named config, and what one wants to know before running it."""
+    """A named config, with the facts to know before running it."""
 
     name: str
     about: str
@@ -65,8 +65,8 @@ class Preset:
     needs: Needs
     expects: str = ""  # numbers and their source; empty if nothing was published or measured
     notes: str = ""  # why the settings are what they are
-    data: str = "imagenet/train"  # of the command
-    options: str = ""  # of the command
+    data: str = "imagenet/train"  # in the command
+    options: str = ""  # in the command
     scales: bool = False  # epochs follow the number of images
 
     def __call__(self) -> Config:
@@ -76,9 +76,9 @@ class Preset:
         """The config for `count` images, with `changes`.
 
         The epochs of a preset that scales are for `cost.images`. Other numbers of images get
-        sqrt(cost.images / count) times as many, and never fewer than make ENOUGH updates: a quarter
-        of the images is seen twice as often in half as many updates. The warmup keeps its share.
-        A batch that is larger than the data set is halved until it is not.
+        sqrt(cost.images / count) times as many, and always enough for ENOUGH updates: a quarter of
+        the images is seen twice as often in half as many updates. The warmup keeps its share. A
+        batch that is larger than the data set is halved until it fits.
         """
         changes = changes or {}
         if not self.scales:
@@ -124,7 +124,7 @@ PRESETS = _load(Path(__file__).with_name("presets.yaml"))
 def find_config(preset: str | Path) -> Config:
     """The config of a preset, or of a YAML file as `pretrain --dry-run` prints it."""
     name = str(preset)
-    if name in PRESETS:  # a name wins over a file of that name
+    if name in PRESETS:  # a preset wins over a file of that name
         return PRESETS[name]()
     if Path(preset).exists():
         return from_yaml(read_yaml(Path(preset)), name)
@@ -134,7 +134,7 @@ def find_config(preset: str | Path) -> Config:
 
 
 def which_preset(name: str) -> str:
-    """What may have been meant by a `name` that no preset has."""
+    """Hint for a `name` that no preset has: the closest one, or all."""
     if near := did_you_mean(name, PRESETS):
         return f"{near}`stopmim presets` lists them all"
     return f"presets are {', '.join(PRESETS)}"

@@ -25,7 +25,7 @@ from stopmim.config.section import (
 from stopmim.config.yaml_text import parse_yaml, validate
 
 MOST_THREADS = 1024  # torch crashes with 100,000
-MOST_PATCHES = 256  # along an edge: attention over more does not end, nor does a check of masks
+MOST_PATCHES = 256  # along an edge: with more, neither attention nor the check of masks ends
 
 
 class MaskingConfig(Section):
@@ -333,7 +333,7 @@ def type_of(key: str) -> Any:
 
 
 def takes_text(key: str) -> bool:
-    """Whether the key takes free text, such as a path, which is then not parsed as YAML."""
+    """Whether the key takes free text, such as a path, which is not parsed as YAML."""
     return type_of(key) in (str, str | None)
 
 

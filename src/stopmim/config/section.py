@@ -1,4 +1,4 @@
-"""What all sections of the config share: their base class, and kinds of numbers."""
+"""Base class of all sections of the config, and the kinds of numbers in them."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
 
 
 def count_or_share(value: object) -> object:
-    # One message of ours: a union would give one for each of its types.
+    # One message of our own: a union would give one for each of its types.
     fits = value >= 1 if type(value) is int else type(value) is float and 0 < value <= 1
     if not fits and value is not None:
         raise ValueError(f"must be a number of patches, or a share of them as 0.4, got {value!r}")

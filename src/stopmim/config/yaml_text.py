@@ -32,14 +32,14 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{where}: {what}") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply") from None
-    except ValueError:  # Python converts no more digits than that
+    except ValueError:  # Python converts no more digits
         raise UserError(f"{source}: a number of more than {DIGITS:,} digits") from None
-    except Exception as error:  # a date that is none, and more: of many types
+    except Exception as error:  # an impossible date and the like: errors of many types
         raise UserError(f"{source}: {str(error)[:200]}") from None
 
 
 def read_yaml(path: Path) -> str:
-    """The text of a YAML file of somebody."""
+    """The text of a YAML file that a user names."""
     try:
         return read_regular(path, 4 * MOST_TEXT).decode("utf-8", "replace")
     except OSError as error:
@@ -88,13 +88,13 @@ def _explain(model: type[BaseModel], mistake: Any) -> str:
             near = did_you_mean(name, node.model_fields, prefix).rstrip()
             return f"{key}: unknown key; {near or 'there are ' + ', '.join(node.model_fields)}"
         case "value_error":
-            said = str(mistake["ctx"]["error"])
-            return said if key == "config" else f"{key}: {said}"
+            text = str(mistake["ctx"]["error"])
+            return text if key == "config" else f"{key}: {text}"
         case kind:
-            said = mistake["msg"][0].lower() + mistake["msg"][1:]
-            names = re.findall("'(.*?)'", said) if kind == "literal_error" else []
+            text = mistake["msg"][0].lower() + mistake["msg"][1:]
+            names = re.findall("'(.*?)'", text) if kind == "literal_error" else []
             near = did_you_mean(str(mistake["input"]), names).rstrip()
-            return f"{key}: {said}, got {mistake['input']!r}{near and f'; {near}'}"
+            return f"{key}: {text}, got {mistake['input']!r}{near and f'; {near}'}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,7 +1,7 @@
-"""Reads ahead: remote files are fetched before the order of an epoch comes to their images.
+"""Reads ahead: fetches remote files before the order of an epoch comes to their images.
 
 All fetching for worker processes happens here, in threads of the process that they work for. A file
-is kept while a list of images that needs it is ahead, or being read.
+is kept while a list of images that needs it is waiting, or being read.
 """
 
 import queue
@@ -20,7 +20,7 @@ from stopmim.data.subset import Subset
 
 AT_ONCE = 8  # files that are fetched at the same time
 MOST = 512  # files that are kept at a time
-LISTS = 512  # that are looked ahead at most
+LISTS = 512  # most lists that are waiting
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class _Window:
 
     @property
     def is_idle(self) -> bool:
-        """Whether more may be wanted: fewer are being fetched than can be at once."""
+        """Whether more can be fetched at the same time."""
         return sum(not copy.done() for copy in self.copies.values()) < AT_ONCE
 
     def has_room(self, files: list[int]) -> bool:

@@ -59,11 +59,11 @@ class ChannelFacts(NamedTuple):
         return f"{self.low[c]:g} to {self.high[c]:g}"
 
     def _troubles(self, c: int) -> str:
-        said = ""
+        text = ""
         for count, what in ((self.empty[c], "empty"), (self.missing[c], "with NaN or infinity")):
             if count:
-                said += f", {what} in {'all' if count == self.images else f'{count:,}'} images"
-        return said
+                text += f", {what} in {'all' if count == self.images else f'{count:,}'} images"
+        return text
 
 
 def join_channel_facts(found: Sequence[ChannelFacts | None]) -> ChannelFacts | None:

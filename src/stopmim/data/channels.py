@@ -1,4 +1,4 @@
-"""The form of an image: its channels and the type of its numbers, as accepted and as printed."""
+"""The form of an image: its channels and the type of its numbers."""
 
 from typing import Any, NamedTuple
 

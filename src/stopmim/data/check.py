@@ -29,7 +29,7 @@ from stopmim.method.build import configure
 SHOWN = 20  # broken images that are listed
 GROUPS = 5  # groups of equal images that are listed
 WIDTH = 80
-LONGEST = 2  # sides; of a longer image a square crop loses more than half
+LONGEST = 2  # ratio of the sides above which a square crop loses more than half
 
 Row = tuple[str, str]  # left and right column of the report
 
@@ -59,12 +59,12 @@ class Report:
     refused: str | None = None  # why a test split cannot be opened
     leaked: list[tuple[str, str, bool]] = field(default_factory=list)
     """test images that are also in training: name, name of the training image, whether equal"""
-    comparison: Comparison | None = None  # of the content with that of another time
+    comparison: Comparison | None = None  # of the content with what was recorded earlier
     listed: bool = False  # whether there is a list of the images to leave out now
 
     @property
     def problem(self) -> str | None:
-        """Why these images cannot be used for training or evaluation as they are."""
+        """Reason why these images cannot be used for training or evaluation as they are."""
         changed = self.comparison.problem if self.comparison else None
         own = self._unreadable or self.refused or changed
         return own or (self.test.problem if self.test else None)
@@ -177,7 +177,7 @@ class Report:
         if len(self.bad) > SHOWN:
             broken += [("", f"and {len(self.bad) - SHOWN:,} more; --fix-list FILE writes all")]
         if self.lost:
-            broken += [("lost", f"{len(self.lost):,}: of these, images are missing and not used")]
+            broken += [("lost", f"{len(self.lost):,}: incomplete, what is missing is not used")]
             broken += [("", name) for name in self.lost[:SHOWN]]
         if len(self.lost) > SHOWN:
             broken += [("", f"and {len(self.lost) - SHOWN:,} more")]
@@ -187,7 +187,7 @@ class Report:
     def _similar(self) -> list[Row]:
         """Rows about copies within this split, and images that do not fit a square."""
         extra = sum(len(group) - 1 for group in self.copies)
-        split = "" if self.test else "; remove them before eval --hold-out, which may part them"
+        split = "" if self.test else "; remove them before eval --hold-out, which may separate them"
         rows = [("copies", f"{extra:,}: these images are the same{split}" if extra else "none")]
         rows += [("", " = ".join(group[:3])) for group in self.copies[:GROUPS]]
         extra = sum(len(group) - 1 for group in self.near)

@@ -22,7 +22,7 @@ CHUNK = 8  # images per answer of a worker
 
 
 def digests(reader: Reader, numbers: Sequence[int]) -> dict[int, str]:
-    """Hashes of these images, of the file or else of the pixels; unreadable ones are left out.
+    """Hashes of these images: of their files or else of their pixels; skips unreadable ones.
 
     Empty for remote shards, which have checksums of their own and would have to be fetched.
     """
@@ -45,7 +45,7 @@ def _of(facts: Facts) -> dict[int, str]:
 class Comparison(NamedTuple):
     """Result of comparing all images; `problem` is "" if they are as recorded."""
 
-    said: str
+    said: str  # for people
     problem: str = ""
 
 
@@ -81,7 +81,7 @@ def _changed(known: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 def _differ(changed: list[str], total: int, file: Path) -> Comparison:
-    what = f"{len(changed)} of {total} images have another content than in {file}"
+    what = f"{len(changed)} of {total} images differ in content from {file}"
     return Comparison(f"{what}: {', '.join(changed[:5])}", f"{what}, such as {changed[0]}")
 
 

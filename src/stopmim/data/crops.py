@@ -19,12 +19,12 @@ from stopmim.data.pixels import RGB, PixelStats
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow's convert("L")
 
 Mode = Literal["bilinear", "bicubic"]
-FLAT = 1e-2  # of the deviation of the data set; an image with less has no contrast to stretch
+FLAT = 1e-2  # share of the data set's deviation; an image with less has no contrast to stretch
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
-# Bytes of an image above which squares of its pixels are averaged before it is resized, as floats;
-# and about what is left of them. A photograph of 8 bits that is decoded at all is smaller.
+# Bytes of an image above which squares of its pixels are averaged before it is resized, as floats,
+# and about how many are left. A photograph of 8 bits that can be decoded is smaller.
 HELD, LEFT = 2**28, 2**26
 
 

@@ -86,7 +86,7 @@ class _Quiet:
                 self.caught.__exit__(None, None, None)
 
     def forked(self) -> None:
-        """In a child, which was forked with the lock taken: the threads inside are not in it."""
+        """Resets the state in a forked child, which holds the lock but none of the threads."""
         if self.threads:
             self.threads = 0
             self.caught.__exit__(None, None, None)
@@ -148,7 +148,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS, fast: bool = True) -> n
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error of some library, on one line of at most 100 characters."""
+    """The message of a library's error, on one line of at most 100 characters."""
     return " ".join(str(error).split())[:100]
 
 
@@ -188,7 +188,7 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def _check_scans(data: bytes, pixels: int) -> None:
-    """Refuses a JPEG with so many scans that it would be decoded for minutes."""
+    """Refuses a JPEG with so many scans that decoding would take minutes."""
     # An entropy-coded 255 is followed by 0: this counts markers, and a few of thumbnails in EXIF.
     scans = data.count(b"\xff\xda")
     if scans > FEW_SCANS and scans * pixels > SCANNED:
@@ -285,7 +285,7 @@ def _strip_to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
-    """The values that become black and white."""
+    """The values that become black and white in a picture of integers or floats."""
     strips = (np.asarray(strip) for _, strip in _strips(image))
     finite = (strip[np.isfinite(strip)] for strip in strips)
     ranges = [(float(x.min()), float(x.max())) for x in finite if x.size]

@@ -27,10 +27,10 @@ DENSE = 128  # pixels along the shorter side from which a thumbnail is averaged,
 FREQUENCIES = 12  # of cosines along an axis
 CUT = 0.1  # share of a side that a crop may lack, at one end or both together
 SIMILAR = 0.94  # cosine similarity of near-duplicates
-ROUGHLY = 0.85  # the same with coarser crops, below which a pair is not looked at further
+ROUGHLY = 0.85  # the same with coarser crops; a pair below it is dropped
 FLAT = 3.0  # grey levels of standard deviation below which a thumbnail shows nothing
 AVERAGE = 3.0  # grey levels of difference from the mean below which images are alike
-PRIOR = 64  # images that the prior of the statistics weighs as much as
+PRIOR = 64  # weight of the prior of the statistics, in images
 TABLES = 12
 BITS = 64  # signs in a hash: those of the lowest frequencies
 APART = 12  # most signs in which candidates differ
@@ -87,7 +87,7 @@ def _search(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
 def _average(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
     """Pairs (P, 2) of images that all look like the mean of the data set.
 
-    Of a camera that does not move, nothing but noise is left once the mean is subtracted.
+    If the camera does not move, only noise is left once the mean is subtracted.
     """
     mean = thumbnails.mean(axis=0)
     apart = [np.square(thumbnails[block] - mean).mean(axis=(1, 2)) for block in _blocks(shown)]
@@ -223,7 +223,7 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pairs (P, 2) of an image of `block` and one that may be a copy or a crop of it.
 
-    And their similarities (P,), at least `ROUGHLY`, by a coarse choice of crops.
+    Also returns their similarities (P,), at least `ROUGHLY`, by a coarse choice of crops.
     """
     crops = _describe(thumbnails[block], _COARSE, standard).reshape(-1, len(_KEPT))
     apart, query, other = _meet(*_signs(crops), index)

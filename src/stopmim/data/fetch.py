@@ -2,7 +2,7 @@
 
 A broken transfer resumes where it ended, after a pause that the server asks for, or else one that
 doubles each time and is partly random. A request is repeated if nothing arrives for `stall()`
-seconds, and the file given up after `patience()` seconds without a single new byte. Whatever a
+seconds. The file is given up after `patience()` seconds without a single new byte. Whatever a
 server sends, no more than the stated size of the file is written.
 """
 
@@ -76,7 +76,7 @@ def list_files(pattern: str) -> list[str]:
     scheme = pattern.partition("://")[0]
     if scheme in ("http", "https"):
         raise RemoteError(
-            f"{pattern}: http has no list of files; name them by braces, as "
+            f"{pattern}: http cannot list files; name them with braces, as "
             f"train-{{000..146}}.tar, or put the index.json of `stopmim pack` beside them"
         )
     trouble = Trouble(pattern, min(START_PATIENCE, patience()))
@@ -95,20 +95,20 @@ class Trouble:
         self.over()
 
     def over(self) -> None:
-        self.tries, self.since, self.said = 0, time.monotonic(), False
+        self.tries, self.since, self.warned = 0, time.monotonic(), False
 
     def wait(self, error: AgainError) -> None:
         gone = time.monotonic() - self.since
         if gone > self.limit:
             raise RemoteError(
-                f"{self.url}: not to be had for {gone:.0f} s, at last: {error}; the same command "
+                f"{self.url}: unavailable for {gone:.0f} s, last error: {error}; the same command "
                 f"continues when it is back"
             ) from None
         pause = min(LONGEST_WAIT, FIRST_WAIT * 2**self.tries) * random.uniform(0.5, 1.5)
         pause = min(max(pause, error.after), max(0.1, self.limit - gone))
-        if gone + pause > QUIET and not self.said:
-            self.said = True
-            warn(f"{self.url}: {error}; tries again for {self.limit:.0f} s")
+        if gone + pause > QUIET and not self.warned:
+            self.warned = True
+            warn(f"{self.url}: {error}; retrying for up to {self.limit:.0f} s")
         self.tries += 1
         time.sleep(pause)
 

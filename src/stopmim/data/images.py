@@ -1,4 +1,4 @@
-"""The interface of a source of images, and the optional abilities that loading makes use of.
+"""The interface of a source of images, and the optional abilities that loading uses.
 
 Any object that satisfies `Images` works everywhere. It may also have
 
@@ -76,15 +76,15 @@ class Windowed(Images, Protocol):
     def open(self, i: int) -> Raster | None:
         """Opens image `i`; None if the images of this source are only read whole.
 
-        Its pixels are those of `read(i)`, which are fewer if the image is too large to be read.
+        Its pixels are those of `read(i)`, which reduces an image that is too large to be read.
         """
 
 
 @runtime_checkable
 class FileBacked(Images, Protocol):
-    """Images read from files that may be overwritten by others of the same name and size.
+    """Images read from files that others of the same name and size may overwrite.
 
-    They keep their fingerprint: a run may resume with them, but cached results are not valid.
+    The fingerprint then stays: a run may resume with them, but cached results are not valid.
     """
 
     def stamp(self) -> str:
@@ -111,7 +111,7 @@ def open_image(images: Images, i: int) -> Raster | None:
 
 
 def stamp(images: Images) -> str:
-    """The stamp of `images`; "" if not read from files: their fingerprint covers the content."""
+    """The stamp of `images`; "" if not in files: the fingerprint then covers their content."""
     return images.stamp() if isinstance(images, FileBacked) else ""
 
 
@@ -132,7 +132,7 @@ def stamp_files(files: Iterable[Path | str | bytes]) -> str:
 
 
 def file_state(file: Path | str | bytes) -> tuple[int, int]:
-    """Size and modification time; (-1, -1) if there is none: reading it will say why."""
+    """Size and modification time; (-1, -1) without a file: reading it will say why."""
     try:
         status = os.stat(file)
         return status.st_size, min(LATEST, status.st_mtime_ns)

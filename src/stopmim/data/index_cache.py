@@ -20,8 +20,8 @@ VERSION = 3  # of the format; others are never read
 
 WORTH_IT = 10_000  # images: smaller sources are indexed each time
 
-# File systems round times, some to two seconds: what changed this recently may change again with
-# the same time. Such a source is not cached.
+# File systems round times, some to two seconds: a file changed this recently may change again
+# without a new time. Such a source is not cached.
 SETTLED_NS = 3_000_000_000
 
 
@@ -32,7 +32,7 @@ def load(kind: str, key: bytes) -> dict[str, np.ndarray] | None:
     try:
         with open_to_read(path) as file, np.load(file, allow_pickle=False) as arrays:
             found = dict(arrays)  # checks the CRC of every array
-    except Exception:  # whatever is damaged: it is indexed anew
+    except Exception:  # damaged in any way: the source is indexed again
         return None
     return found if found.pop("key", np.zeros(0)).tobytes() == key else None
 

@@ -35,7 +35,7 @@ Bad = list[tuple[str, str]]  # names of broken images met on the way, and the re
 
 
 class Sample(NamedTuple):
-    image: Tensor | None  # (C, S, S), see crops.resized; None: nor do its replacements work
+    image: Tensor | None  # (C, S, S), see crops.resized; None: all replacements are broken too
     augmentation: np.ndarray  # (3,) float32, see crops.draw_augmentation
     bad: Bad
 
@@ -98,7 +98,7 @@ class Crops:
 
     def batch(self, keys: list[tuple[int, int]]) -> Loaded:
         samples = [self[key] for key in keys]
-        self.opened = -1, None  # frees its memory
+        self.opened = -1, None  # frees the memory of the last image
         bad = [entry for sample in samples for entry in sample.bad]
         images = [sample.image for sample in samples if sample.image is not None]
         whole = torch.empty(0)  # the caller stops at such a batch, with a message about `bad`
@@ -123,7 +123,7 @@ class Reader:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Reader"]:
-        """Starts the processes, and ends them when everything has been read."""
+        """Starts the processes, and ends them on exit."""
         with self.watched.staying(self._make):
             yield self
 
@@ -179,7 +179,7 @@ def loader(
 
 
 def _hint_at_pixels(images: Images, config: Config) -> None:
-    """Says what to do if a crop reads most of an image, and the image is large."""
+    """Suggests `data.crop_pixels` where every crop reads most of a large image."""
     with contextlib.suppress(BadImageError):  # training will name it
         first = open_image(images, 0) if config.data.crop_pixels is None else None
         if first and bytes_of(first) > LARGE and not first.levels and is_first_rank():

@@ -1,10 +1,10 @@
-"""Values sent between processes in memory without a name: none is half sent, none is left behind.
+"""Sends values between processes in nameless memory: none is half sent, none is left behind.
 
 A message is one byte on a socket, and with it a descriptor of the memory that holds the value. So
 sending never waits for the reader, and reading never waits for the rest of a message, even if the
-other process is stopped or killed halfway. The memory ends with its last user: no file in /dev/shm
-or TMPDIR can outlast a kill, and a small /dev/shm is no limit. The pickles in it come from our own
-forks.
+other process is stopped or killed halfway. The memory is freed with its last user: no file in
+/dev/shm or TMPDIR can outlast a kill, and a small /dev/shm is no limit. The pickles in it come from
+our own forks.
 """
 
 import io
@@ -74,7 +74,7 @@ def _tensor(array: np.ndarray, order: list[int]) -> Tensor:
 
 
 def _memory() -> IO[bytes]:
-    """A file in memory without a name; on disk, already deleted, where the system has no such."""
+    """A nameless file in memory; where the system has none, one on disk that is already deleted."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stopmim"), "w+b")
     return tempfile.TemporaryFile()

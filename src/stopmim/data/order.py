@@ -19,9 +19,9 @@ def batch_keys(
 
     An epoch is a permutation keyed by (seed, epoch), without the images that do not fill a batch.
     If `data.crops_per_image` is n, an image comes n times in a row, and its crops are those that n
-    epochs would have drawn: the epochs of the keys are n times as many.
-    Only this process holds it; workers are sent the numbers they need. `shares` are the positions
-    in a batch that this rank computes, see the function of that name.
+    epochs would have drawn: the keys count n times as many epochs.
+    Only this process holds the order; workers are sent the numbers they need. `shares` are the
+    positions in a batch that this rank computes, see the function of that name.
     """
     size, crops = config.optim.batch_size, config.data.crops_per_image
     current, order = -1, torch.empty(0, dtype=torch.long)
@@ -38,7 +38,7 @@ def batch_keys(
 def shares(batch_size: int, accumulate: int, rank: int = 0, world: int = 1) -> list[slice]:
     """The micro-batches of `rank`, as positions in the batch.
 
-    `accumulate` counts those of all ranks: one GPU with 8 and eight GPUs compute the same.
+    `accumulate` counts the parts of all ranks: one GPU with 8 and eight GPUs compute the same.
     """
     each = math.ceil(accumulate / world)
     part, rest = divmod(batch_size, world * each)

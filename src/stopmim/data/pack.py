@@ -34,7 +34,7 @@ from stopmim.data.workers import Watched, batches
 ShardFormat = Literal["tar", "parquet"]
 
 CHUNK = 16  # images per answer of a worker
-SAMPLE = 64  # images whose bytes tell how many fill a shard
+SAMPLE = 64  # images whose sizes predict how many fill a shard
 PLAN, LOCK = ".pack.json", ".pack.lock"
 GROUP = 100  # rows per row group of Parquet, the unit of reading
 SHOWN = 3  # unreadable images that are named
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     kind: ShardFormat
     size: int | None
-    quality: int | None  # None without `size`: nothing is encoded anew
+    quality: int | None  # None without `size`: nothing is re-encoded
     shard_mib: int
     shuffle: bool
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed; by split
@@ -74,10 +74,10 @@ def pack(
 
     Args:
         size: makes larger images smaller, so that their shorter side has this many pixels.
-        quality: of the JPEGs that `size` leads to, 1 to 100.
+        quality: of the JPEGs that `size` writes, 1 to 100.
         shard_mib: about how large a shard becomes.
-        shuffle: the order of an epoch mixes neighbours only, so that shards sorted by class are
-            mixed badly; by default more images than are mixed freely are shuffled.
+        shuffle: the order of an epoch mixes neighbours only, so shards sorted by class are mixed
+            badly; by default images are shuffled if there are more than the order mixes freely.
         workers: processes that read and encode; by default one per core.
     """
     for name, value in (("size", size), ("shard-mib", shard_mib)):
@@ -154,8 +154,8 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
         if different := [(name, old, new) for name, old, new in pairs if old != new]:
             name, old, new = different[0]
             raise UserError(
-                f"{folder}: a pack with other {name} was begun here: {old!r}, now {new!r}; choose "
-                f"another --out, or remove this folder"
+                f"{folder}: holds an unfinished pack with another {name}: {old!r}, now {new!r}; "
+                f"choose another --out, or remove this folder"
             )
         return wanted
     if any(folder.glob("*.tar")) or any(folder.glob("*.parquet")) or (folder / INDEX).exists():
@@ -269,7 +269,7 @@ def _write(
 
 
 def _write_tar(file: Any, images: Images, keys: list[str], files: Iterable[Encoded]) -> int:
-    """A member per image, and one with its class; no times and owners, which would differ."""
+    """Writes a member per image and per label, without times and owners, which would differ."""
     label, count = images.labels.get("class"), 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
 
@@ -287,7 +287,7 @@ def _write_tar(file: Any, images: Images, keys: list[str], files: Iterable[Encod
 
 
 def _write_parquet(file: Any, images: Images, keys: list[str], files: Iterable[Encoded]) -> int:
-    """A row per image, with all its labels, in the schema of Hugging Face."""
+    """Writes a row per image, with all its labels, in the schema of Hugging Face."""
     rows, count = list[Encoded](), 0
     with parquet_file(file, sorted(images.labels), getattr(images, "classes", [])) as write:
         for one in files:

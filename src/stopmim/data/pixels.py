@@ -60,9 +60,9 @@ class PixelStats:
         return (float(known.min),) * self.channels, (float(known.max),) * self.channels
 
     def unit(self) -> tuple[Numbers, Numbers]:
-        """Mean and deviation of channels whose `bounds` were scaled to 0..1, as others want them.
+        """Mean and deviation of channels scaled from `bounds` to 0..1, for other libraries.
 
-        Images that are normalised by themselves need none.
+        Images with statistics of their own need none: 0 and 1.
         """
         if self.per_image:
             return (0.0,) * self.channels, (1.0,) * self.channels
@@ -76,9 +76,9 @@ class PixelStats:
 
     @property
     def is_plain(self) -> bool:
-        """Whether pictures divided by 255, less a mean, over a deviation are all there is to it.
+        """Whether normalising is no more than ``(pixels / 255 - mean) / std`` of pictures.
 
-        Any library does that; what else there may be, only this one.
+        Any library can do that; clipping and per-image statistics only this one.
         """
         return self.is_picture and self.low is None and self.high is None and not self.per_image
 
@@ -106,7 +106,7 @@ class PixelStats:
         return found
 
     def tag(self) -> dict[str, Any]:
-        """The keys of the section `data` that say this, for exports; `from_tag` reads them."""
+        """The statistics as keys of the section `data`, for exports; `from_tag` reads them."""
         found = asdict(self) | {"channels": self.channels, "channel_names": self.names}
         found["normalise"] = "per-image" if found.pop("per_image") else "measured"
         return {key: value for key, value in found.items() if key != "names" and value is not None}

@@ -9,14 +9,14 @@ from stopmim.base.errors import DataError, UserError, setting
 from stopmim.base.secrets import reveal, shown
 from stopmim.base.waiting import within
 
-# Protocol -> package that it needs. Others of fsspec may read files that the user has not named.
+# Protocol -> package that it needs. Other protocols of fsspec may read files the user did not name.
 PROTOCOLS = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
     "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "memory": "fsspec",
 }  # fmt: skip
 BLOCK = 2**20
 REDIRECTS = 5
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # statuses of HTTP that pass
+_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # statuses of HTTP that are temporary
 _NO_VERSION = re.compile(r"\s*(W/)?\"?\"?\s*")
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ def stall() -> float:
 
 
 class Answer(Protocol):
-    """A file, or a part of it, on its way."""
+    """A file, or a part of it, that is being received."""
 
     about: About
-    start: int  # of the bytes that come
+    start: int  # offset of the first byte received
 
     def read(self) -> bytes:
         """The next bytes; none at the end."""
@@ -118,7 +118,7 @@ class _Http:
             r"bytes (\d{1,18})-\d{1,18}/(\d{1,18})", headers.get("Content-Range", "")
         )
         if status == 206 and (not whole or int(whole[1]) != start):
-            raise AgainError("answers with other bytes than it was asked for")
+            raise AgainError("sent other bytes than requested")
         length = whole[2] if whole and status == 206 else headers.get("Content-Length", "")
         if not re.fullmatch(r"\d{1,18}", length):
             raise RemoteError(f"{self.url}: the server states no size; serve it as a plain file")
@@ -188,7 +188,7 @@ def _filesystem(url: str) -> Any:
     scheme = url.partition("://")[0]
     if scheme not in PROTOCOLS:
         names = ", ".join(f"{name}://" for name in PROTOCOLS if name != "memory")
-        raise UserError(f"{url}: not a protocol that is read; there are {names}")
+        raise UserError(f"{url}: not a supported protocol; use one of {names}")
     try:
         import fsspec
     except ImportError:
@@ -212,7 +212,7 @@ def _path(files: Any, url: str) -> str:
 
 
 def _failed(url: str, error: Exception) -> Exception:
-    """The error of ours for an exception of fsspec, or of a package below it."""
+    """Our error for an exception of fsspec, or of a package below it."""
     name = type(error).__name__
     if isinstance(error, AgainError | UserError):
         return error
@@ -245,5 +245,5 @@ def _within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def _number(text: str) -> float:
-    """Seconds of a Retry-After; 0 if it is a date, or nothing."""
+    """Seconds of a Retry-After header; 0 if it is a date, or empty."""
     return float(text) if re.fullmatch(r"\d{1,6}", text) else 0.0

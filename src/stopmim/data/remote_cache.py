@@ -3,8 +3,8 @@
 They are in ``remote/`` of the cache directory (see index_cache.py), or ``$STOPMIM_REMOTE_CACHE``,
 and take ``$STOPMIM_REMOTE_GB`` gigabytes. A file is fetched under another name and then renamed, so
 a copy is whole or absent; a kill leaves the beginning of it, which the next process completes. A
-copy that is in use is locked (flock), and those longest out of use make room for others. Names are
-hashes: nothing that a server says becomes a path.
+copy in use is locked (flock); the least recently used ones make room for others. Names are hashes:
+nothing that a server says becomes a path.
 
 The checksum of a file is recorded when it is first fetched. Other bytes at the same URL later are
 an error that names it, because a run could not be resumed with them.
@@ -32,8 +32,8 @@ from stopmim.data.fetch import fetch, look, patience
 from stopmim.data.protocols import About, MissingError, RemoteError
 
 DEFAULT_GB = 50.0
-WRONG = 3  # times that a checksum may be wrong: a transfer may be damaged, but not always
-MOST_RECORD = 1_000_000  # bytes of a file that says what was fetched
+WRONG = 3  # wrong checksums in a row before it fails: one transfer may be damaged, but not all
+MOST_RECORD = 1_000_000  # bytes of a file that records a fetched one
 MAX_IMAGE = 2**30  # bytes of a file that is one image
 POLL = 0.05  # seconds between looks at a file that another process fetches
 
@@ -50,7 +50,7 @@ class Remote(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one image of many, whose size is asked for late and not recorded."""
+        """Whether it is a single image, whose size is asked for late and not recorded."""
         return self.about == UNKNOWN
 
     @property
@@ -59,7 +59,7 @@ class Remote(NamedTuple):
 
     @property
     def state(self) -> tuple[int, int]:
-        """Size and version as numbers, as `images.file_state` has them of a local file."""
+        """Size and version as numbers, like `images.file_state` of a local file."""
         version = hashlib.sha256((self.sha256 or self.about.version).encode()).digest()
         return self.about.size, int.from_bytes(version[:7], "big")
 
@@ -246,7 +246,7 @@ def recorded(url: str) -> dict[str, Any] | None:
 
 def changed(url: str, how: str) -> RemoteError:
     what = f"changed since it was first fetched here: {how}"
-    return RemoteError(f"{url}: {what}; if that is meant, delete {_record(url)}")
+    return RemoteError(f"{url}: {what}; if that is intended, delete {_record(url)}")
 
 
 def _record(url: str) -> Path:
@@ -257,7 +257,7 @@ def _record(url: str) -> Path:
 
 
 _slack = 0  # bytes that this process may add before it counts again
-_full = False  # whether the budget was exceeded, and that was said
+_full = False  # whether the budget was exceeded, with a warning
 
 
 def _make_room(place: Path, size: int) -> None:
@@ -323,4 +323,4 @@ class RemoteFiles(Sequence[str]):
         return held.path
 
 
-_last = threading.local()  # held: the copy, remote: of what
+_last = threading.local()  # held: the copy; remote: its file

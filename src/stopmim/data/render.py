@@ -256,7 +256,7 @@ def _shadow(shape: int, b: _Table, rows: Ints, columns: Ints, size: int) -> Floa
 
 
 def _front(bodies: _Table, size: int, cells: int) -> Iterator[tuple[int, bool, list[Column]]]:
-    """Yields the rays that end on bodies, as of `_hits`, by shape and material."""
+    """Yields the rays that end on bodies, in the form of `_hits`, by shape and material."""
     nearest = np.full(cells, np.inf)
     kinds = []
     for shape, metal in product(range(3), (False, True)):

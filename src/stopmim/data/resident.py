@@ -1,8 +1,8 @@
 """Small data sets that live on the GPU and are cropped there.
 
 Reading, cropping and copying 64 px images needs a dozen cores to keep one GPU busy. A data set that
-fits is copied once; after that workers only draw which image and which box comes when, from the
-same random keys as `loading.Crops`: a run sees the same crops either way.
+fits is copied once; after that workers only draw the order of images and boxes, from the same
+random keys as `loading.Crops`: a run sees the same crops either way.
 
 Shapes: N images, B of a batch, S pixels along one edge of a crop.
 """

@@ -89,7 +89,7 @@ def _parse(line: str) -> Any:
 
 
 def check_writable(file: Path) -> None:
-    """Refuses a file that `write_list` could not write later, or `data.skip` would not accept."""
+    """Raises an error if `write_list` could not write this file, or `data.skip` not accept it."""
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: the name of a list of images must end in .jsonl")
     try:

@@ -1,4 +1,4 @@
-"""Part of the images of a source, as those not skipped or one side of a split; some channels."""
+"""Parts of a source: images that are not skipped, one side of a split, or some channels."""
 
 import codecs
 import hashlib
@@ -20,7 +20,7 @@ from stopmim.data.rasters.stack import SomeChannels
 
 
 class Subset:
-    """The `kept` of `images`, renumbered in ascending order, with a fingerprint of their own."""
+    """The images `kept` of `images`, renumbered in ascending order, with their own fingerprint."""
 
     def __init__(self, images: Images, kept: Sequence[int] | np.ndarray) -> None:
         self.images, self.kept = images, np.unique(np.asarray(kept, np.int64))
@@ -141,8 +141,8 @@ def find_named(images: Images, file: Path) -> list[int]:
     """Indices of the images that `file` names, one per line: by path, or by a unique base name.
 
     The published list of 1 % of ImageNet (``1percent.txt`` of SimCLR, MSN and StoP) has 12,811 base
-    names, such as ``n04235860_14959.JPEG``. Extensions may be left out. What is found in no other
-    way is looked for as a list of Windows may write it: with \\ for / and an extension in capitals.
+    names, such as ``n04235860_14959.JPEG``. Extensions may be left out. As a last resort, names are
+    read as a list from Windows may write them: with \\ for / and an extension in capitals.
     """
     return sorted(set(_find_each(images, file).values()))
 
@@ -150,7 +150,7 @@ def find_named(images: Images, file: Path) -> list[int]:
 def _find_each(images: Images, file: Path) -> dict[str, int]:
     """The image of every name in `file`."""
     found, missing = dict[str, int](), _read_names(file)
-    for spelling in (str, _portable):  # as they are, then what is left
+    for spelling in (str, _portable):  # names as they are, then the missing ones
         names = _Names(images, missing, spelling)
         left, missing = missing, []
         for name in left:
@@ -233,7 +233,7 @@ class _Names:
                     self.by_end[end].append(i)
 
     def find(self, name: str) -> list[int]:
-        """Images that a list may mean by `name`.
+        """Images that `name` in a list may mean.
 
         Folders in front, as train/ or those of another layout, are ignored, on either side: sources
         have some as well, such as the name of a shard. But in a folder that holds images, only the
@@ -247,13 +247,13 @@ class _Names:
         return []
 
     def _exact(self, found: list[int], name: str) -> list[int]:
-        """Those of `found` that have this extension, if any do: a.png is not a.png.jpg."""
+        """Images of `found` with this extension, or all if none has it: a.png is not a.png.jpg."""
         named = [i for i in found if self.spelling(self.images.name(i)).endswith(name)]
         return named or found
 
 
 def _ends(path: str) -> Iterator[str]:
-    """`path`, and what is left of it without its first folders."""
+    """Yields `path`, and the rest of it without its first folders."""
     while path:
         yield path
         path = path.partition("/")[2]
@@ -264,5 +264,5 @@ def _base(path: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """Name of the folder that `path` is in, "" if it says none."""
+    """Name of the folder that `path` is in, or ""."""
     return _base(_portable(path).rpartition("/")[0])

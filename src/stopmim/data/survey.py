@@ -32,9 +32,9 @@ PEAK = 10.0
 
 
 def common_form(images: Images, config: Config | None = None) -> Form:
-    """The form that the source states, or else that of most of a few images.
+    """The form that the source states, or else the most frequent one of a few images.
 
-    Images that cannot be read do not count; if none can, they are taken for ordinary pictures.
+    Unreadable images do not count; if all are, they are taken for ordinary pictures.
     """
     names: tuple[str, ...] = tuple(getattr(images, "channel_names", None) or ())
     if hasattr(images, "channels") or hasattr(images, "kind"):
@@ -65,7 +65,7 @@ def check_like(images: Images, stats: PixelStats, who: str = "the encoder") -> N
     if form.names and wanted.names and form.names != wanted.names:
         if sorted(form.names) != sorted(wanted.names):
             names = f"{', '.join(form.names)} instead of {', '.join(wanted.names)}"
-            warn(f"{images.name(0)}: channels of other names than {who} was trained on: {names}")
+            warn(f"{images.name(0)}: other channel names than {who} was trained on: {names}")
             return
         order = ",".join(wanted.names)
         raise DataError(
@@ -87,9 +87,9 @@ def measure(images: Images, form: Form, config: Config) -> tuple[PixelStats, int
     if not parts:
         raise DataError(f"none of {count} images can be read, such as {images.name(0)}")
     values = np.concatenate(parts)  # (n * P, C)
+    stated = config.data.low, config.data.high
     columns = [
-        _channel(values[:, c], *(None if b is None else b[c] for b in bounds))
-        for bounds in [(config.data.low, config.data.high)]
+        _channel(values[:, c], *(None if bound is None else bound[c] for bound in stated))
         for c in range(form.channels)
     ]
     low, high, mean, std = zip(*columns, strict=True)
@@ -123,7 +123,7 @@ def _short(x: float) -> float:
 
 
 def _read(images: Images, numbers: np.ndarray, config: Config | None, make: Any) -> Iterator[Any]:
-    """`make` of each of these images and its number; None for one that cannot be read."""
+    """Yields `make` of each image and its number; None for one that cannot be read."""
     runtime = (config or Config()).runtime
     watched = Watched(images, runtime.workers, runtime.worker_timeout)
     chunks = [numbers[i : i + CHUNK].tolist() for i in range(0, len(numbers), CHUNK)]

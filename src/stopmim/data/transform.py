@@ -1,8 +1,8 @@
 """The view of an image that encoders get, in evaluations, `encoder.features` and exports alike.
 
-Resize the shorter side to 256/224 of the encoder's size (bilinear, antialiased), cut out the middle
-as torchvision does, normalise with the statistics that the encoder was trained with: ImageNet's for
-ordinary pictures. decode.py says how files are opened.
+The shorter side is resized to 256/224 of the encoder's size (bilinear, antialiased), the middle cut
+out as torchvision does, and normalised with the statistics of the encoder's training: ImageNet's
+for ordinary pictures. decode.py says how files are opened.
 """
 
 import math
@@ -38,7 +38,7 @@ def resize_for(size: int) -> int:
 
 @dataclass(frozen=True)
 class Transform:
-    """Shows images to an encoder of `size` pixels that was trained with `stats`.
+    """Prepares images for an encoder of `size` pixels that was trained with `stats`.
 
     Ordinary pictures are paths, PIL images or pixels of 0 to 255. Images of other channels or
     another type are paths or arrays.
@@ -53,7 +53,7 @@ class Transform:
 
     @property
     def highest(self) -> float:
-        """A number that no normalised pixel exceeds, by far."""
+        """A number that is far above any normalised pixel."""
         stats = self.stats
         if stats.is_picture:
             return HIGHEST
@@ -129,7 +129,7 @@ def _read(path: Path, stats: PixelStats) -> np.ndarray:
 def seeing(encoder: Encoder, stats: PixelStats | None = None) -> ImageEncoder:
     """`encoder`, with the transform for images of its size, so that it takes pictures.
 
-    Without `stats`, three channels are those of ordinary pictures; of others nothing is known.
+    Without `stats`, three channels are those of ordinary pictures; other channels are unknown.
     """
     found: Any = encoder
     channels = getattr(encoder, "channels", 3)

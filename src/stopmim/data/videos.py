@@ -85,9 +85,9 @@ def open_videos(source: str | Path, year: Year | None = None) -> Sequence[Video]
 
 
 class ReadAhead:
-    """`video`, whose next frames and masks the threads of `pool` read before they are used.
+    """A video whose next frames and masks the threads of `pool` read before they are used.
 
-    A mask is kept, a frame only until the next one is used: older frames are read again.
+    Masks are kept, a frame only until the next one is used: older frames are read again.
     """
 
     def __init__(self, video: Video, pool: Executor) -> None:
@@ -199,7 +199,7 @@ def sample(seed: int, index: int, length: int = LENGTH) -> list[Scene]:
 
 
 def _bounce(a: _Moving, b: _Moving) -> bool:
-    """Whether the next step of `a` would touch `b`; if so, exchanges their approach velocity."""
+    """Exchanges approach velocities if the next step of `a` would touch `b`; returns whether."""
     x, y = a.x + a.dx - b.x, a.y + a.dy - b.y
     apart = a.body.half * FOOT[a.body.shape] + b.body.half * FOOT[b.body.shape]
     square = x * x + y * y

@@ -14,7 +14,7 @@ import torch
 from stopmim.base.errors import UserError
 from stopmim.data import messages
 
-ORPHAN_SECONDS = 5.0  # between checks that the parent is alive, where it cannot be told
+ORPHAN_SECONDS = 5.0  # between checks that the parent is alive, where the kernel does not signal it
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -27,12 +27,12 @@ class Failure(NamedTuple):
 
 
 def work(pipe: socket.socket, make: Callable[[Any], Any], at: Callable[[], int | None]) -> None:
-    """Answers every list of keys that comes by `pipe` with `make` of it; `at` is the image read."""
+    """Answers every list of keys from `pipe` with `make` of it; `at` gives the image being read."""
     parent = os.getppid()
     # Ctrl-C reaches every process of a terminal: workers continue until the run has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":  # even one that is stuck in a bad file
+    if sys.platform == "linux":  # ends even a worker that is stuck in a bad file
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
     # libtiff complains on stderr about every damaged file; our errors go through the socket.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -47,12 +47,12 @@ def work(pipe: socket.socket, make: Callable[[Any], Any], at: Callable[[], int |
             return
         try:
             answer = make(keys)
-        except UserError as error:  # as of a remote file that is gone
+        except UserError as error:  # such as that of a remote file that is gone
             answer = Failure(str(error), at(), error)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             answer = Failure(text, at())
         try:
             messages.send(pipe, answer)
-        except OSError as error:  # there is no memory for the batch, or nobody to send it to
+        except OSError as error:  # no memory for the batch, or no process to send it to
             messages.send(pipe, Failure(f"MemoryError: {error}", None))

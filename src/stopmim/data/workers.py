@@ -1,8 +1,8 @@
 """Worker processes that read images: replaced when they die or hang, and never waited for blindly.
 
-Samples are keyed, so a worker that is lost costs nothing but time: another one redoes its lists.
-What costs TRIES workers in a row ends the run, in one line that names the image; a worker records
-in shared memory which one it reads. The parent waits with a limit and meanwhile acts on signals.
+Samples are keyed, so a worker that is lost costs nothing but time: another one redoes its lists. A
+list that costs TRIES workers ends the run, in one line that names the image: workers record in
+shared memory which one they read. The parent waits with a limit, and acts on signals meanwhile.
 """
 
 import atexit
@@ -35,7 +35,7 @@ MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/s
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
 TRIES = 2  # workers that may be lost over one list of keys
 TICK = 0.25  # seconds between two looks at signals and at the progress of a worker
-LEAVE = 2.0  # seconds for a killed worker to be gone; one in an endless system call never is
+LEAVE = 2.0  # seconds to wait for a killed worker; one in an endless system call never ends
 
 # Not the default of Python 3.14, a server process: it would receive a copy of all images and run
 # the caller's script again for every worker.
@@ -49,7 +49,7 @@ def cores() -> int:
 
 
 def cores_per_rank() -> int:
-    """Number of cores for this process, of those that it shares with other ranks."""
+    """Number of cores for this process: its share of the cores that ranks have in common."""
     own = _given("SLURM_CPUS_PER_TASK")  # of a rank, unless torchrun started it
     if own and "TORCHELASTIC_RUN_ID" not in os.environ:
         return min(cores(), own)
@@ -63,9 +63,10 @@ def _given(variable: str) -> int:
 
 
 def default_workers(images: Images) -> int:
-    """One per core of this rank, of more than two all but one, at most MOST; 0 for cheap images.
+    """One worker per core of this rank, at most MOST; 0 for images that are cheap to read.
 
-    One core is for the updates: it launches kernels and copies batches to the GPU.
+    If there are more than two cores, one is left for the updates: it launches kernels and copies
+    batches to the GPU.
     """
     n = cores_per_rank()
     return 0 if getattr(images, "in_process", False) else min(MOST, max(1, n - (n > 2)))
@@ -74,8 +75,8 @@ def default_workers(images: Images) -> int:
 class Watched:
     """Reads `images` in this process or in `workers` others, with a record and a time limit.
 
-    One image may take `timeout` seconds; 0 for no limit. Messages tell how to set the number of
-    workers: by `option` and a number.
+    One image may take `timeout` seconds; 0 for no limit. Messages say how to set the number of
+    workers: with `option` and a number.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class Watched:
 
     @contextlib.contextmanager
     def staying(self, make: Callable[[Any], Any]) -> Iterator[None]:
-        """Starts the processes now, for every call of `batches` with this `make` meanwhile.
+        """Starts the processes now, for all calls of `batches` with this `make` until exit.
 
-        A process takes the longer to start, the more memory this one has in use.
+        Starting a process takes longer, the more memory this one has in use.
         """
         try:
             with busy("starting the processes that read images"):
@@ -114,7 +115,7 @@ class Watched:
 
     @contextlib.contextmanager
     def reading_image(self, i: int) -> Iterator[None]:
-        """While image `i` is read: records it, where somebody waits for it."""
+        """Records image `i` while it is read, if another process or thread waits for it."""
         if self.number is None:
             yield
             return
@@ -132,11 +133,11 @@ class Watched:
         return self.images.name(i)
 
     def at(self, worker: int) -> int | None:
-        """The image that a worker is reading, or was reading when it died or failed."""
+        """The image that a worker is reading, or was reading when it failed."""
         return int(self.record[0, worker]) if self.record[0, worker] >= 0 else None
 
     def is_ready(self, poll: Callable[[float], bool], worker: int) -> bool:
-        """Waits until `poll` finds the answer of a worker; False if that hangs."""
+        """Waits until `poll` finds the answer of a worker; False if the worker hangs."""
         waited, begun = 0.0, -1
         while not poll(TICK):
             end_wait_if_told()
@@ -151,7 +152,7 @@ class Watched:
         image = self.at(worker)
         if image is None:
             return ResourceError(
-                f"a worker process does nothing for {self.timeout:g} s; try {self.option}0, or "
+                f"a worker process has done nothing for {self.timeout:g} s; try {self.option}0, or "
                 f"allow more with --runtime.worker_timeout"
             )
         return ResourceError(
@@ -166,7 +167,7 @@ def batches(
     watched: Watched,
     numbers: Callable[[Any], Iterable[int]] = list,
 ) -> Iterator[Any]:
-    """Yields `make` of each list of keys, in order. It runs in the workers and reads by `watched`.
+    """Yields `make` of each list of keys, in order. It runs in the workers and uses `watched`.
 
     `numbers` are the images that a list of keys needs: remote ones are fetched first.
 
@@ -195,7 +196,7 @@ def batches(
             yield batch
         stays = pool is watched.pool
     finally:
-        if not stays:  # nor do those that have lists to answer
+        if not stays:  # workers with unanswered lists cannot be used again
             _end(pool)
 
 
@@ -208,10 +209,10 @@ def _end(pool: "list[_Worker]") -> None:
 def _in_thread(
     make: Callable[[list[Any]], Any], keys: Iterable[list[Any]], watched: Watched
 ) -> Iterator[Any]:
-    """As `map`, in a thread that this one can leave behind if an image takes too long.
+    """Maps in a thread that this one can leave behind if an image takes too long.
 
-    Python cannot interrupt a call into C. A thread that waits for a file or decodes it gives up
-    the interpreter's lock, so that this one goes on; a decoder that keeps the lock blocks both.
+    Python cannot interrupt a call into C. A thread that waits for a file or decodes it releases
+    the interpreter's lock, so that this one continues; a decoder that keeps the lock blocks both.
     """
     lists, answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
     watched.number = 0
@@ -230,7 +231,7 @@ def _in_thread(
             return True
         return False
 
-    thread = Thread(target=work, daemon=True)  # a process does not wait for it at its end
+    thread = Thread(target=work, daemon=True)  # the process does not wait for it on exit
     thread.start()
     try:
         for part in keys:
@@ -254,7 +255,7 @@ class _Worker:
     def __init__(self, number: int, make: Callable[[list[Any]], Any], watched: Watched) -> None:
         self.number, self.make, self.watched = number, make, watched
         self.unanswered: deque[list[Any]] = deque()
-        self.lost = 0  # processes, over the list that is due
+        self.lost = 0  # processes lost over the list that is due
         self._start()
 
     def _start(self) -> None:
@@ -296,7 +297,7 @@ class _Worker:
         atexit.unregister(self.process.kill)
 
     def _replace(self, *, hangs: bool = False) -> None:
-        """Starts another process on the same lists; raises if that was done before."""
+        """Starts another process on the same lists; raises once TRIES were lost over one list."""
         if not hangs:
             self.process.join(LEAVE)
         error = self.watched.too_slow(self.number) if hangs else self._error()
@@ -310,7 +311,7 @@ class _Worker:
             messages.send(self.socket, keys)
 
     def _error(self, failure: Failure | None = None) -> ResourceError:
-        """The reason of a failure; None: of the death of the process."""
+        """The error for a failure, or without one for the death of the process."""
         watched = self.watched
         code = 0 if failure else self.process.exitcode or 0
         image = failure.image if failure else watched.at(self.number)

@@ -1,4 +1,4 @@
-"""Any network as an encoder, so that every evaluation of a frozen encoder takes it."""
+"""Adapter that makes any network an encoder, for every evaluation of frozen encoders."""
 
 import math
 from typing import Any
@@ -22,11 +22,11 @@ class Adapter(nn.Module):
     token, registers. Features are not cached: a hash of weights says nothing about foreign code.
 
     Args:
-        network: in evaluation mode while it is measured, and as it was afterwards.
+        network: put in evaluation mode while it is measured, and restored afterwards.
         size: edge of the images that it is made for.
         pool: what is measured, the "mean" of the patches or the first token ("cls"); by default
             the first token, if any precede the patches.
-        mean, std: how its images are normalised, red, green and blue; by default as ImageNet's.
+        mean, std: how its images are normalised, red, green and blue; by default ImageNet's.
     """
 
     cacheable = False
@@ -47,14 +47,14 @@ class Adapter(nn.Module):
             tokens = self.tokens(torch.zeros(1, 3, size, size))
         _, count, self.width = tokens.shape
         side = math.isqrt(count)
-        self.prefix = count - side**2  # tokens before those of the patches
+        self.prefix = count - side**2  # tokens before the patch tokens
         if size % side:  # patches overlap or leave a border: a grid, but none to track with
             side = 1
         self.side, self.patch = side, size // side
         self.pool: Pool = pool or ("cls" if self.prefix else "mean")
 
     def tokens(self, images: Tensor) -> Tensor:
-        """All tokens (B, N, D); a vector is one."""
+        """All tokens (B, N, D); a vector counts as one token."""
         if (self.mean, self.std) != (MEAN, STD):
             mean, std, own_mean, own_std = (
                 torch.tensor(numbers, device=images.device).view(3, 1, 1)

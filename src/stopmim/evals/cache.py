@@ -27,7 +27,7 @@ from stopmim.data.images import Images, stamp
 from stopmim.data.index_cache import folder
 from stopmim.data.workers import cores
 
-# Code, under src/stopmim, that features and answers depend on. A protocol does not change features.
+# Code under src/stopmim that features and answers depend on. A protocol does not change features.
 ENCODERS = ("gpu", "method", "weights")
 FEATURES = (
     *(*ENCODERS, "data", "base/random_keys.py"),
@@ -43,24 +43,24 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
 
 
 def key(*parts: object) -> str:
-    """Hash of `parts`, whose `repr` must tell them apart."""
+    """Hash of `parts`; different parts must have different `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def covers(encoder: object) -> TypeGuard[nn.Module]:
-    """Whether weights and code tell all about `encoder`; not if its code is in no file."""
+    """Whether weights and code determine `encoder`; not if its code is in no file."""
     if not isinstance(encoder, nn.Module) or not getattr(encoder, "cacheable", True):
         return False
     return all(files or _version(name) for name, files in _foreign_code(encoder).items())
 
 
 def of_encoder(encoder: nn.Module) -> str:
-    """Hash of all weights, of every plain value that a module is built from, and of foreign code.
+    """Hash of all weights, of all plain attributes of modules, and of foreign code.
 
     Our own code is hashed by `of_code`.
     """
     digest = hashlib.sha256()
-    # How images are normalised is no weight, and changes features as well.
+    # The statistics that normalise images are no weights, but change features too.
     digest.update(repr(getattr(getattr(encoder, "transform", None), "stats", None)).encode())
     for package, files in sorted(_foreign_code(encoder).items()):
         digest.update(repr((package, _version(package), len(files))).encode())
@@ -77,8 +77,8 @@ def of_encoder(encoder: nn.Module) -> str:
 def _foreign_code(encoder: nn.Module) -> dict[str, list[Path]]:
     """Packages, besides ours, that define classes of `encoder`, and the files that may change.
 
-    These are all loaded files of a package that somebody works on. One that is installed, such as
-    torch, has none: its version tells.
+    For a package in development these are all its loaded files. An installed one, such as torch,
+    has none: its version is enough.
     """
     classes = {base for module in encoder.modules() for base in type(module).__mro__}
     packages = {kind.__module__.partition(".")[0] for kind in classes}
@@ -101,12 +101,12 @@ def of_images(images: Images, labels: Sequence[str] = ()) -> str:
     about = (images.fingerprint, stamp(images), len(images))
     if not labels:
         return key(about)
-    classes = getattr(images, "classes", [])  # pair the numbers of both parts
+    classes = getattr(images, "classes", [])  # they match the labels of train and test
     return key(about, classes, *((name, images.labels[name].tobytes()) for name in labels))
 
 
 def of_code(*parts: str) -> str:
-    """Hash of these files and folders of the package: other code has other results."""
+    """Hash of these files and folders of the package: other code may have other results."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     digest.update(repr([_version(library) for library in LIBRARIES]).encode())
     for part in parts:
@@ -156,7 +156,7 @@ def _path(kind: str, key: str) -> Path | None:
 
 
 def _digest(key: str, tensors: dict[str, Tensor], text: str) -> str:
-    """Hash of a file: of its content, and of what it is about, since files can be exchanged."""
+    """Hash of a file: of its content and its key, since files can be swapped."""
     digest = hashlib.sha256(repr((key, text)).encode())
     _add(digest, tensors)
     return digest.hexdigest()
@@ -165,8 +165,8 @@ def _digest(key: str, tensors: dict[str, Tensor], text: str) -> str:
 def _add(digest: "hashlib._Hash", tensors: Mapping[str, Tensor]) -> None:
     """Adds names, shapes, types and content of `tensors`, in any order, to `digest`.
 
-    The content by the hashes of its pieces, which all cores compute: those of the features of
-    50,000 images would take one of them longer than a GPU takes for the features.
+    Content is hashed in pieces, on all cores: hashing the features of 50,000 images on one core
+    would take longer than a GPU takes to compute them.
     """
     with ThreadPoolExecutor(cores()) as pool:
         for name in sorted(tensors):

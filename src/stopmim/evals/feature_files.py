@@ -71,7 +71,7 @@ def write_features(
 
 
 def _check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
-    """Raises a UserError for options that the encoder cannot serve, before images are read."""
+    """Raises UserError for options that do not fit the encoder, before images are read."""
     depth = len(encoder.blocks)
     if not 1 <= layers <= depth:
         raise UserError(f"--layers: {layers}, but the encoder has {depth} blocks")
@@ -87,12 +87,12 @@ def _write_npz(columns: dict[str, Any], path: Path) -> None:
 
 def _write_csv(columns: dict[str, Any], path: Path) -> None:
     names, features, labels = columns.pop("names"), columns.pop("features"), columns
-    # Names of files need not be text; these bytes stay what they are.
+    # File names need not be valid text; their bytes are kept.
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         table = csv.writer(file)
         table.writerow(["name", *labels, *(f"feature_{i}" for i in range(features.shape[1]))])
         for name, *values, feature in zip(names, *labels.values(), features, strict=True):
-            # Nine digits are enough for every float32 to be read back as it was.
+            # Nine digits are enough to read every float32 back exactly.
             table.writerow([name, *values, *(f"{x:.9g}" for x in feature)])
 
 

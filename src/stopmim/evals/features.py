@@ -78,7 +78,7 @@ def extract(
         precision: dtype of autocast; None is float32 throughout.
 
     Raises:
-        DataError: an image cannot be read. Without it, this would be another test set. Or the
+        DataError: an image cannot be read (without it, this would be another test set), or the
             encoder takes images of other channels.
         NonFiniteError: the encoder returns NaN or infinity.
     """
@@ -148,7 +148,7 @@ def frozen(
     """Features (N, L * D) of up to four last blocks, in half precision; the last is ``[:, -D:]``.
 
     Read from the cache if weights, images, view and code are the same, and `cache.covers` the
-    encoder. `draw`: seed and number of a view. `kept`: views that other encoders were shown.
+    encoder. `draw`: seed and number of a random view. `kept`: views made for other encoders.
     """
     layers = min(LAYERS, len(getattr(encoder, "blocks", range(LAYERS))))
     pool: Pool = getattr(encoder, "pool", "mean")

@@ -1,10 +1,10 @@
-"""Fine-tuning: the whole encoder trained with labels, from its pretrained weights.
+"""Fine-tuning: trains the whole encoder with labels, from its pretrained weights.
 
-I-JEPA's 1 % recipe and MAE's. The first is one paragraph (I-JEPA, appendix A.2); where it is
-silent, MAE's choices are used: five epochs of warm-up, a final rate of 1e-6, betas 0.9 and 0.999,
-tokens averaged before a new norm that replaces the encoder's last one, a head initialised at 2e-5,
-positions that are trained, incomplete batches dropped. 3e-5 is read as the rate itself, not as a
-rate per 256 images. The last epoch counts; the best one on test is the reading of the papers.
+There are I-JEPA's 1 % recipe and MAE's. The first is one paragraph (I-JEPA, appendix A.2); where it
+is silent, MAE's choices are used: five epochs of warm-up, a final rate of 1e-6, betas 0.9 and
+0.999, tokens averaged before a new norm that replaces the encoder's last one, a head initialised at
+2e-5, trained positions, incomplete batches dropped. 3e-5 is read as the rate itself, not as a rate
+per 256 images. The last epoch counts; the best one on test is the reading of the papers.
 """
 
 import copy
@@ -35,7 +35,7 @@ from stopmim.method.encoder import EPS, VisionTransformer
 def finetune(inputs: Inputs, label: str, recipe: Tuning, *, every_epoch: bool = False) -> list[int]:
     """Trains a copy of the encoder; returns the number of correct test images after each epoch.
 
-    Unless `every_epoch`, only the last epoch is tested, and 0 stands for the others. Test images
+    Without `every_epoch`, only the last epoch is tested, and the others count 0. Test images
     are resized bicubically, as in MAE; training images are random crops of the same size, flipped
     and RandAugmented.
     """
@@ -196,9 +196,10 @@ def erase(images: Tensor, chance: float, rng: np.random.Generator) -> Tensor:
 def mix(
     images: Tensor, wanted: Tensor, recipe: Tuning, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Blends every image with another one, or pastes a part of it, and mixes labels alike.
+    """Blends every image with another one, or pastes a part of it, and mixes labels accordingly.
 
-    As timm's batch mode: one share for the batch, its reverse as partners, mixup or cutmix.
+    As in timm's batch mode: one share for the batch, the reversed batch as partners, and either
+    mixup or cutmix.
     """
     alphas = {"mixup": recipe.mixup, "cutmix": recipe.cutmix}
     kinds = [kind for kind, alpha in alphas.items() if alpha]

@@ -41,7 +41,7 @@ class Split(NamedTuple):
 class Head:
     layers: int  # number of last blocks it sees
     norm: Norm
-    lr: float  # as a factor of the recipe's
+    lr: float  # factor of the recipe's rate
     weight_decay: float
 
     def __str__(self) -> str:
@@ -91,7 +91,8 @@ def train_heads(
     place = {head: i for i, head in enumerate(heads)}
 
     def update(x: Tensor, y: Tensor, rate: Tensor | float) -> dict[str, Tensor]:
-        found = [group.gradients(x, y) for group in groups]  # all before any update, if memory ends
+        # All gradients come before any update, in case memory runs out.
+        found = [group.gradients(x, y) for group in groups]
         for group, (_, gradients) in zip(groups, found, strict=True):
             group.update(gradients, rate)
         return {"loss": torch.stack([loss for loss, _ in found]).sum()}

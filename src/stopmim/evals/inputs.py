@@ -42,14 +42,14 @@ from stopmim.weights.vit import Branch
 
 QUESTIONS = ("count", "distance", "shape")  # labels of scenes; colour is visible in one pixel
 NO_IMAGES = Arrays(np.empty((0, 1, 1, 3), np.uint8), {}, [], "none")  # for videos alone
-FEW_IMAGES = 10_000  # up to so many, eight untrained networks are compared with, else four
+FEW_IMAGES = 10_000  # up to this many are compared with eight untrained networks, more with four
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """An encoder, and the images it is measured on; features are computed on first use.
 
-    Of the request, `label`, `size`, `crops`, `seed`, `device` and `precision` are used here.
+    It uses `label`, `size`, `crops`, `seed`, `device` and `precision` of the request.
     """
 
     encoder: Encoder
@@ -66,14 +66,14 @@ class Inputs:
             raise UserError(f"--size {self.size}: not a multiple of the patch size, {patch}")
 
     def untrained_twins(self) -> Iterator[Self]:
-        """The same with random weights; none if nobody knows how the encoder was initialised."""
+        """Yields the same with random weights; nothing if the initialisation is unknown."""
         if isinstance(self.encoder, VisionTransformer):
             for seed in range(self.seed, self.seed + self.random_inits):
                 yield replace(self, encoder=untrained(self.encoder, seed), untrained=True)
 
     @property
     def random_inits(self) -> int:
-        """Untrained networks to compare with: each takes as long as the encoder."""
+        """Number of untrained networks to compare with: each takes as long as the encoder."""
         few = len(self.train) + len(self.test) <= FEW_IMAGES
         asked = self.request.random_inits
         return (8 if few else 4) if asked is None else asked
@@ -108,7 +108,7 @@ class Inputs:
 
     @property
     def usual(self) -> View:
-        """View of an image unless a recipe sets another; the low-shot view even then."""
+        """View of an image unless a recipe sets another one; low-shot always uses it."""
         return middle(self.encoder, self.test, self.size)
 
     @cached_property
@@ -141,9 +141,9 @@ class Inputs:
 
     @property
     def copies(self) -> int:
-        """Test images with the features of a training image, as far as features were computed.
+        """Number of test images with exactly the features of a training image, if computed.
 
-        0 for a collapsed encoder, to which images that differ are the same.
+        0 for a collapsed encoder, to which different images are the same.
         """
         if not {"train_x", "test_x"} <= vars(self).keys():
             return 0
@@ -170,7 +170,7 @@ class Inputs:
         self, protocol: str, label: str, correct: Tensor | int, selection: Selection, train: int,
         setting: str,
     ) -> Measured:  # fmt: skip
-        """Accuracy, given which test images (n,), or how many, were right; fitted to `train`."""
+        """Accuracy, given which test images (n,), or how many, are correct; fitted to `train`."""
         n, right = len(self.test), correct if isinstance(correct, int) else int(correct.sum())
         interval = wilson_interval(right, n)
         result = Result("accuracy", protocol, label, right / n, interval, n, selection, self.seed)
@@ -198,7 +198,7 @@ def open_encoder(name: str, branch: Branch = "target") -> Encoder:
 
 def open_at(name: str, branch: Branch = "target") -> tuple[Encoder, int | None]:
     """Opens an encoder and returns it with the step of its checkpoint, None for foreign files."""
-    # os.path answers for names that are too long as well: these are refused as any other file.
+    # os.path also takes names that are too long: they are refused like any other file.
     if any(os.path.exists(os.path.join(name, file)) for file in ("run.json", "manifest.json")):
 
         def read(path: Path) -> tuple[Encoder, int | None]:  # of one and the same checkpoint
@@ -236,7 +236,7 @@ def open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]:
 
 
 def _check_classes(train: Images, test: Images, name: str | None) -> None:
-    """Refuses test images of a named class that training does not know: none could be right."""
+    """Refuses test images of a named class that training lacks: no answer could be right."""
     ours, theirs = (getattr(images, "classes", []) for images in (train, test))
     if ours and theirs and ours != theirs and "class" in test.labels:
         present = np.unique(test.labels["class"]).tolist()
@@ -253,7 +253,7 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
             raise UserError(f"eval: --data is missing; this encoder takes images of {what}")
         data = f"scenes:4096:{native_size(encoder)}:3" if data is None else data
     elif data is not None:
-        raise UserError("eval: --data is both parts in one: leave out --train and --test")
+        raise UserError("eval: --data names both splits: leave out --train and --test")
     elif train is None or test is None:
         raise UserError("eval: --train and --test belong together; or give --data")
     else:
@@ -271,7 +271,7 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
 
 
 def _labelled(images: Images) -> Images:
-    """Leaves out images that lie beside class folders, and says so."""
+    """Leaves out images that lie beside class folders, with a message."""
     rest = without_loose(images)
     if loose := len(images) - len(rest):
         what = "image lies" if loose == 1 else "images lie"
@@ -305,7 +305,7 @@ def choose_labels(train: Images, test: Images, wanted: Sequence[str]) -> list[st
 
 
 def _without_labels(train: Images, test: Images) -> str:
-    """Says which images lack labels, and what to do in a source of this kind."""
+    """Message that says which images lack labels, and what to do about it."""
     bare = [x for x in (("training ", train), ("test ", test)) if not x[1].labels]
     if not bare:
         ours, theirs = (", ".join(images.labels) for images in (train, test))

@@ -43,8 +43,8 @@ def knn_predict(
 
     Similarity is the cosine, votes are weighted by exp(similarity / temperature), and the defaults
     are DINO's (eval_knn.py). Neighbours that tie with the k-th one all vote, so that the order of
-    the training set does not matter; of labels with equal votes the lowest wins. `itself` (B,) is
-    for each test sample the index of a training sample that may not vote.
+    the training set does not matter; among labels with equal votes the lowest wins. `itself` (B,)
+    is, for each test sample, the index of a training sample that may not vote.
     """
     most = len(train_x) - (itself is not None)
     for k in ks:
@@ -75,7 +75,7 @@ def knn_predict(
 
 
 def choose_k(x: Tensor, y: Tensor, seed: int, ks: Sequence[int] = KS) -> int:
-    """The k that is best by leave-one-out on training samples; of those that tie, the largest."""
+    """The k that is best by leave-one-out on training samples; the largest if several tie."""
     ks = [k for k in ks if k < len(x)] or [1]
     order = torch.randperm(len(x), generator=torch_generator("knn", seed))[:LEFT_OUT].to(x.device)
     found = knn_predict(x, y, x[order], ks, itself=order)

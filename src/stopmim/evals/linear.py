@@ -33,7 +33,7 @@ def selection_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def depths(layers: Sequence[int], features: Tensor, width: int) -> list[int]:
-    """`layers`, limited to the blocks there are: an encoder of two blocks has no last four."""
+    """`layers`, limited to the existing blocks: an encoder of two blocks has no last four."""
     return list(dict.fromkeys(min(n, features.shape[1] // width) for n in layers))
 
 
@@ -68,8 +68,8 @@ def probes(
     The published protocol trains on a fresh random view in every epoch, so on `recipe.epochs`
     views; a few, or one that is not random, cost less.
 
-    `plain` are features (N, L * D) of the training images, seen as test images are, to choose on;
-    by default the first view.
+    `plain` are features (N, L * D) of the training images in the view of test images, to choose
+    on; by default the first view.
     """
     deep = depths(layers, split.test, split.width)
     heads = grid(recipe, deep)
@@ -97,9 +97,9 @@ def probes(
 
 
 def _best(heads: list[Head], correct: Tensor, layers: int) -> tuple[Head, int]:
-    """The head with this many layers and most correct answers, and their number.
+    """The head with this many layers and the most correct answers, and their number.
 
-    The first if several tie.
+    If several tie, the first one.
     """
     own = [i for i, head in enumerate(heads) if head.layers == layers]
     best = max(own, key=lambda i: int(correct[i]))
@@ -168,7 +168,7 @@ def _on_held_out(
 ) -> ProbeResult:
     held, rest = selection_split(y, seed)
     parts = x[rest], y[rest], x[held], y[held]
-    # Of penalties that tie, max takes the first, so the largest: the simplest classifier.
+    # If penalties tie, max takes the first, which is the largest: the simplest classifier.
     tried = _solve(*parts, sorted(l2s, reverse=True), tolerance)
     return max(tried, key=lambda probe: probe.score)
 

@@ -94,7 +94,7 @@ def fit_each(
     classes: int | None = None,
     tolerance: float = 1e-12,
 ) -> list[Tensor]:
-    """The same for each of `l2s`, which share what depends on the features alone."""
+    """Weights as from `fit_logistic` for each of `l2s`; work on the features alone is shared."""
     n, d = x.shape
     present, y = y.long().unique(return_inverse=True)  # sorted; labels renumbered
     k = int(present[-1]) + 1 if classes is None else classes
@@ -157,7 +157,7 @@ class _Objective:
 
 
 class _Axes(NamedTuple):
-    """Features in the coordinates of their principal axes, and how to come back from there."""
+    """Features in the coordinates of their principal axes, and the way back."""
 
     x: Tensor  # (N, D), or (N, D + 1) with a constant for the intercept
     variance: Tensor  # of each

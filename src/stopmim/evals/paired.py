@@ -21,8 +21,8 @@ def beside_random_init(correct: Tensor, untrained: Sequence[Tensor]) -> tuple[fl
     """99 % interval of the gain in accuracy over random init, over test images and random inits.
 
     `correct` (n,) says which images the encoder got right, `untrained` the same for K networks that
-    differ in their random weights alone. Two of these can differ by several points, far more than
-    the number of images explains: beside a single one, many an untrained encoder looks trained.
+    differ only in their random weights. Two of these can differ by several points, far more than
+    the number of images explains: compared with only one, untrained encoders often look trained.
     """
     others = torch.stack([answers.float() for answers in untrained])  # (K, n)
     k, n = others.shape

@@ -1,7 +1,7 @@
-"""Labels carried from frame to frame by the similarity of features, as DINO does.
+"""Propagates labels from frame to frame by the similarity of features, as DINO does.
 
 Every patch takes the labels of the patches most similar to it in the first frame and in the last
-few, within a window (dino eval_video_segmentation.py). On a GPU nothing here waits for it.
+few, within a window (dino eval_video_segmentation.py). Nothing here waits for a GPU.
 
 Shapes: T frames, grids of h x w patches, D features, C channels (background, then the objects), M
 frames that labels are taken from; Q patches of a tile that ask, S of one frame near enough to give.
@@ -24,7 +24,7 @@ TILE, GPU_TILE = 10, 32
 
 
 class Tile(NamedTuple):
-    """A square of patches, the part of a frame that their windows cover, and what is outside."""
+    """A square of patches, the part of a frame within reach of it, and pairs too far apart."""
 
     rows: slice
     cols: slice
@@ -78,7 +78,7 @@ def cut(grid: tuple[int, int], reach: int, device: torch.device) -> Iterator[Til
     reach, edge = reach or max(grid), GPU_TILE if device.type == "cuda" else TILE
 
     def along(length: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        place = torch.arange(length, device=device)  # made there: a copy would wait for a GPU
+        place = torch.arange(length, device=device)  # on the device: copying would wait for it
         for start in range(0, length, edge):
             part = slice(start, start + edge)
             near = slice(max(0, start - reach), start + edge + reach)
@@ -103,8 +103,8 @@ def attend(
     return take(like, best, given, options.temperature)
 
 
-# Both are softmax(like / temperature) over the best, times what they give. Ties with the last of
-# them count, as in the released code: so nobody knows how many there are.
+# Both are softmax(like / temperature) over the best, times the labels they give. As in the released
+# code, ties with the last of them count, so their number is not known in advance.
 
 
 def take_dense(like: Tensor, best: Tensor, given: Tensor, temperature: float) -> Tensor:

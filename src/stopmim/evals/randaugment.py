@@ -1,4 +1,4 @@
-"""RandAugment as MAE fine-tunes with it: timm's ``rand-m9-mstd0.5-inc1``, on Pillow images.
+"""RandAugment as MAE uses it for fine-tuning: timm's ``rand-m9-mstd0.5-inc1``, on Pillow images.
 
 Two of fifteen operations are drawn, each applied with probability 0.5 and a strength of about 9 of
 10. "inc1": every operation gets stronger as the strength grows.

@@ -26,7 +26,7 @@ TaskName = Literal[
 
 @dataclass(frozen=True)
 class Recipe:
-    """How heads are trained. The grid of heads is `norms` x `lr_factors` x `weight_decays`."""
+    """Training of linear heads: a grid of `norms` x `lr_factors` x `weight_decays`."""
 
     epochs: int
     lr: float = 0.01  # for a batch of 256
@@ -106,7 +106,7 @@ TASKS: dict[str, Task] = {
     ),
 }  # fmt: skip
 
-# Of the 1 % probe, from the READMEs of StoP and MSN; their script defaults to a tenth of it.
+# lambda of the 1 % probe in the READMEs of StoP and MSN; their script defaults to a tenth of it.
 LAMBDA = 0.0025
 
 # For other data, whose best rate is unknown: chosen from a grid, on a part of train.
@@ -115,7 +115,7 @@ OWN = Recipe(50, lr_factors=(0.1, 1.0, 10.0, 100.0))
 
 @dataclass(frozen=True)
 class Tuning:
-    """How an encoder is fine-tuned."""
+    """Hyperparameters of fine-tuning."""
 
     epochs: int = 50
     batch_size: int = 512
@@ -151,7 +151,7 @@ TUNINGS: dict[str, Tuning] = {
 
 @dataclass(frozen=True)
 class Propagation:
-    """How labels are carried from frame to frame; the defaults are DINO's."""
+    """Options of propagating labels from frame to frame; the defaults are DINO's."""
 
     n_last_frames: int = 7
     """recent frames to take labels from, besides the first one"""

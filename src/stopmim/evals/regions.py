@@ -1,4 +1,4 @@
-"""Masks of objects in videos: comparison, files and pictures.
+"""Object masks in videos: comparison, files and pictures.
 
 The measures are those of DAVIS (davis2017-evaluation, metrics.py and utils.py). H x W pixels.
 """
@@ -17,7 +17,7 @@ from stopmim.base.files import own_folder, replaced
 from stopmim.data.videos import PALETTE, Bytes, Video, write_mask
 
 BOUNDARY = 0.008  # of the diagonal: distance within which two boundaries match
-PICTURES, COLUMNS, WIDTH = 12, 4, 240  # per sheet, per row, and pixels of one
+PICTURES, COLUMNS, WIDTH = 12, 4, 240  # pictures per sheet and per row, and pixels of each
 TINT = 0.4  # opacity of an object over the frame
 
 
@@ -78,8 +78,8 @@ def _boundary(mask: Tensor) -> Tensor:
 def _dilate(points: Tensor, radius: int) -> Tensor:
     """All pixels within `radius` of one that is set.
 
-    A disc is a pile of rows: `wide` grows with them from its top, where a row is short, to its
-    middle, and is put down above and below.
+    A disc is a stack of rows: `wide` grows from the short top row to the middle one, and each is
+    added above and below.
     """
     wide, found, reach = points.clone(), torch.zeros_like(points), 0
     for dy in range(radius, -1, -1):

@@ -15,7 +15,7 @@ from stopmim.evals.recipes import TaskName
 
 @dataclass(frozen=True)
 class Request:
-    """Which encoder of a run is evaluated, on what device, and where the results go."""
+    """Options for the encoder of a run, the device, and the file of results."""
 
     branch: Literal["target", "context"] = "target"
     """encoder of a run: target, the EMA copy that papers evaluate, or context, the trained one"""
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ImageRequest(Request):
-    """The same, with the images and labels to evaluate on."""
+    """`Request` with the images and labels to evaluate on."""
 
     data: Annotated[str | None, "DATA"] = None
     """labelled images in train and test splits: a folder, or scenes:N:SIZE:SEED (test: SEED + 1);

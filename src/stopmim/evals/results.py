@@ -62,7 +62,7 @@ class Result:
 
 
 class Measured(NamedTuple):
-    """A result and, for an accuracy, which test images were right."""
+    """A result and, for an accuracy, which test images were answered correctly."""
 
     result: Result
     correct: "Tensor | None" = None  # (n,) bool
@@ -135,6 +135,6 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
-    """Mean difference over the seeds that both have; what a seed does to both cancels."""
+    """Mean difference over the seeds that both have; effects of a seed on both cancel."""
     both = sorted(values.keys() & baseline.keys())
     return over_seeds([values[seed] - baseline[seed] for seed in both]) if both else None

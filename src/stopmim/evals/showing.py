@@ -1,4 +1,4 @@
-"""What an encoder is shown of images: batches of views, made ahead by all cores while it works.
+"""Batches of the views that an encoder is shown, made ahead by all cores while it works.
 
 Images that can be read together are resized many at a time by threads, outside of Python. All
 others are read by worker processes: decoders hold Python's lock, so that threads take turns.
@@ -30,8 +30,8 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, read_together
 from stopmim.evals.views import TrainView, View
 
-PIXELS = 256 * 224 * 224  # of a batch on a GPU
-PARTS = 8  # of a batch, each made by one core
+PIXELS = 256 * 224 * 224  # pixels of a batch on a GPU
+PARTS = 8  # parts of a batch, each made by one core
 FEW = 256  # images for which processes are not worth starting
 SHARE = 0.25  # of the free memory of a device that views may take there
 WORKERS = "STOPMIM_WORKERS"  # number of processes; 0: none, by default one per core
@@ -63,14 +63,14 @@ def read(images: Reader, i: int) -> np.ndarray:
         return found
     except BadImageError as error:
         raise DataError(
-            f"{images.name(i)}: {error}; no image is left out unasked: fix or remove it, or "
+            f"{images.name(i)}: {error}; images are never left out silently: fix or remove it, or "
             f"leave it out with --skip FILE, see stopmim check --fix-list"
         ) from None
 
 
 @dataclass(frozen=True, eq=False)
 class Showing:
-    """A view of every image; `draw`, a seed and a number, is for random ones."""
+    """A view of every image; `draw`, a seed and a number, is for random views."""
 
     images: Images
     view: View | TrainView
@@ -103,7 +103,7 @@ class Showing:
         n, length = len(self.images), -(-size // PARTS)
         processes = 0 if self._together(0, 1) is not None else worker_processes(n)
         ahead = workers.AHEAD * (processes or torch.get_num_threads())  # parts that are being made
-        # The batch in use, and those that parts ahead belong to, whose first may be half done.
+        # The batch in use, and the batches that parts ahead belong to: the first may be half done.
         slots = 2 + -(-ahead // -(-size // length))
         view = self.first[0].movedim(0, 2).numpy()
         ring = _memory((slots, size, *view.shape), view.dtype, shared=processes > 0)
@@ -126,7 +126,7 @@ class Showing:
                 yield torch.from_numpy(ring[slot, :stop]).permute(0, 3, 1, 2)
 
     def _fill(self, ring: np.ndarray, images: Reader, part: Any) -> tuple[Any, str]:
-        """Writes the views of `part` to `ring`; returns it, and why an image cannot be read."""
+        """Writes the views of `part` to `ring`; returns it, and why an image is unreadable."""
         slot, row, begin, end = part
         try:
             if (shown := self._together(begin, end)) is not None:
@@ -140,7 +140,7 @@ class Showing:
         return part, ""
 
     def _together(self, begin: int, end: int) -> Tensor | None:
-        """Views (B, C, S, S) of images that are read together; not of random views."""
+        """Views (B, C, S, S) of images that are read together; None for random views."""
         if isinstance(self.view, TrainView):
             return None
         pixels = read_together(self.images, np.arange(begin, end))
@@ -173,7 +173,7 @@ def worker_processes(n: int) -> int:
 
 
 def _memory(shape: tuple[int, ...], dtype: np.dtype[Any], *, shared: bool) -> np.ndarray:
-    """Zeros; `shared` with processes that are forked later, without need of room in /dev/shm."""
+    """Memory, `shared` with processes that are forked later, which takes no room in /dev/shm."""
     if not shared:
         return np.empty(shape, dtype)
     size = int(np.prod(shape)) * dtype.itemsize
@@ -183,7 +183,7 @@ def _memory(shape: tuple[int, ...], dtype: np.dtype[Any], *, shared: bool) -> np
 def _by_threads(
     fill: Callable[[Part], tuple[Part, str]], parts: Iterable[Part], ahead: int
 ) -> Iterator[tuple[Part, str]]:
-    """Yields what `fill` returns for each of `parts` in their order, at most so many `ahead`."""
+    """Yields what `fill` returns for each of `parts`, in order, working at most `ahead` ahead."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         due = deque[Future[tuple[Part, str]]]()
         for part in parts:
@@ -195,7 +195,7 @@ def _by_threads(
 
 
 def _copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """The batches on a GPU, each copied while it works on the one before."""
+    """Yields the batches on a GPU, each copied while it works on the one before."""
     stream = torch.cuda.Stream(device)
     for batch in batches:
         # Pinned first: the original may be overwritten while the copy is still under way. By numpy:
@@ -211,9 +211,9 @@ def _copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]
 
 
 class Kept:
-    """Views that an encoder was shown, on its device, for the next one that is shown the same.
+    """Views made for one encoder, on its device, for the next one that is shown the same.
 
-    They take up to a quarter of the memory that is free there; what does not fit is made again.
+    They take up to a quarter of the free memory there; if they do not fit, they are made again.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ def _free(device: torch.device) -> int:
 
 
 def batches(show: Callable[[int], Tensor], order: Iterable[Sequence[int]]) -> Iterator[Tensor]:
-    """Yields batches (B, C, S, S) by threads, prefetching one."""
+    """Yields batches (B, C, S, S), made by threads, with one prefetched."""
     threads = torch.get_num_threads()
 
     def part(numbers: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ from stopmim.evals.request import ImageRequest, Request
 from stopmim.evals.results import Z99, Measured, Result
 from stopmim.runs.verdict import RANDOM_INIT
 
-COARSE = 0.05  # half an interval that is said in advance
+COARSE = 0.05  # half width of an interval above which a message warns in advance
 Quantity = tuple[str, str, str, str]  # name, protocol, label, selection
 
 
@@ -50,7 +50,7 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     # Several untrained networks are for a paired interval, which takes an answer per image.
     paired = [p for p in possible if p.needs == "labels" and p.cacheable]
     if paired and inputs.labels and inputs.random_inits > 1:  # wrong labels are an error first
-        _say_what_may_not_be_told(len(inputs.test))
+        _say_if_few(len(inputs.test))
     ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     beside = [p for p in possible if p.compared]
     total = inputs.random_inits if paired else min(1, len(beside))
@@ -61,8 +61,8 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
 
 
-def _say_what_may_not_be_told(n: int) -> None:
-    """Says before any work what `n` test images are too few for."""
+def _say_if_few(n: int) -> None:
+    """Says before any work which differences `n` test images are too few for."""
     half = Z99 * 0.5 / math.sqrt(max(1, n))  # 0.5: deviation of right or wrong, by even chances
     if half > COARSE:
         points = f"differences to {RANDOM_INIT} below about {100 * half:.0f} points"
@@ -89,7 +89,7 @@ def quantity(result: Result) -> Quantity:
 def measure(inputs: Inputs, protocols: Sequence[Protocol], aloud: bool = False) -> list[Measured]:
     """Measures the encoder alone, not untrained networks: label by label, then the rest.
 
-    Says each number as it comes, if `aloud`.
+    Prints each number as it comes, if `aloud`.
     """
     # Cached together: features that one protocol has computed serve the others.
     together = [p for p in protocols if p.cacheable and p.needs != "videos"]
@@ -158,7 +158,7 @@ def _measure(inputs: Inputs, protocols: list[Protocol], aloud: bool) -> Iterator
 
 @once
 def _warn_of_copies(copies: int, n: int, fingerprint: str) -> None:
-    """Says once for the test images of this `fingerprint` that some are in training as well."""
+    """Warns, once for the test images of this `fingerprint`, that some are in training as well."""
     if copies:
         warn(
             f"{copies:,} of {n:,} test images have exactly the features of a training image, as "
@@ -167,10 +167,10 @@ def _warn_of_copies(copies: int, n: int, fingerprint: str) -> None:
 
 
 def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that differ from their defaults, where neither facts nor a column say so."""
+    """Options that differ from their defaults, unless facts or another column record them."""
     options = dataclasses.fields(protocol)  # type: ignore[arg-type]
-    told = {"selection", "pictures", "video_size", *facts}
-    values = {f.name: getattr(protocol, f.name) for f in options if f.name not in told}
+    recorded = {"selection", "pictures", "video_size", *facts}
+    values = {f.name: getattr(protocol, f.name) for f in options if f.name not in recorded}
     changed = {
         f.name: values[f.name] for f in options if values.get(f.name, f.default) != f.default
     }
@@ -178,7 +178,7 @@ def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chance(inputs: Inputs, label: str) -> float:
-    """Accuracy of one answer for all test images: of their classes, the commonest in training."""
+    """Accuracy of one answer for all test images: the class of theirs most common in training."""
     y, test_y = inputs.labels_of(label)
     known = y[torch.isin(y, test_y)]
     return int((test_y == known.mode().values).sum()) / len(test_y) if len(known) else 0.0

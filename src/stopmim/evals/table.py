@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 PM = "\u00b1"
 RIGHT = {"chance", "random", "value", "95 % interval", "difference", "n", "A", "B", "B - A", "p"}
 RIGHT |= {f"{LEVEL} % interval"}
-WIDE = {"95 % interval", "n", "setting", "p"}  # columns that a terminal has no room for
+WIDE = {"95 % interval", "n", "setting", "p"}  # columns too wide for a terminal
 LEGEND = f"""\
 Percent, except the effective rank (rankme). Random: the mean of untrained
 networks of this architecture. Chance: one class for all images, that of the
@@ -85,7 +85,7 @@ def text(table: Sequence[Mapping[str, str]]) -> str:
 
 
 def _short(cell: str) -> str:
-    """A verdict without what it is compared with, which the legend says."""
+    """A verdict without its reference, which the legend names."""
     return cell.removesuffix(f" {RANDOM_INIT}").removesuffix(" from")
 
 
@@ -108,17 +108,17 @@ def write_pages(
     folder: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]
 ) -> Path:
     """Writes evaluation.md, .json and a self-contained .html to `folder`; returns the latter."""
-    table, said = rows(results), conclusions(results, facts)
-    tree = {"title": title, **facts, "conclusions": said}
+    table, sentences = rows(results), conclusions(results, facts)
+    tree = {"title": title, **facts, "conclusions": sentences}
     tree |= {"results": [result.as_dict() for result in results]}
     write_whole(folder / "evaluation.json", json.dumps(tree, indent=1))
-    parts = [f"# {title}".replace("\n", " "), *said, markdown(table, RIGHT), LEGEND]
+    parts = [f"# {title}".replace("\n", " "), *sentences, markdown(table, RIGHT), LEGEND]
     write_whole(folder / "evaluation.md", "\n\n".join(parts) + "\n")
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     css = (HERE.parent / "base" / "page.css").read_text(encoding="utf-8")
     template, path = environment.get_template("table.html"), folder / "evaluation.html"
     short = [{name: _short(cell) for name, cell in row.items()} for row in table]
-    shown = {"title": title, "facts": facts, "rows": short, "conclusions": said}
+    shown = {"title": title, "facts": facts, "rows": short, "conclusions": sentences}
     write_whole(path, template.render(shown, right=RIGHT, css=css, legend=LEGEND))
     return path

@@ -4,8 +4,8 @@ The protocol is DINO's for DAVIS (dino eval_video_segmentation.py), with propaga
 is DAVIS-2017's (davis2017-evaluation): region similarity J and boundary accuracy F of each object,
 first and last frame excluded.
 
-Threads read frames and masks ahead; all else is done on the device, from resizing frames to J and
-F. A GPU is waited for once per video.
+Threads read frames and masks ahead; everything else is done on the device, from resizing frames to
+J and F. A GPU is waited for once per video.
 
 Shapes: T frames, B of them at a time, grids of h x w patches, C channels (background, then the
 objects), H x W pixels.
@@ -54,9 +54,9 @@ __all__ = ["Scores", "Tracking", "boundary_f", "follow", "jaccard", "propagate",
 UNIT = 64  # pixels; the longer side of a frame is a multiple of this (dino, read_frame)
 RED = 0.228  # deviation of red in the released code; training divides by 0.229
 SCORED = 8  # frames scored at a time: more do not fit the cache of a CPU
-LONGEST = 16  # most times that a frame is as long as it is short
+LONGEST = 16  # highest ratio of the sides of a frame
 MOST_MASKS = 2**27  # most pixels of the masks of all objects of a frame, 64 in 1080p
-CHANNELS = 64  # of all frames whose objects are told apart at a time on a CPU
+CHANNELS = 64  # over all frames that become masks at the same time on a CPU
 RESAMPLES = 10_000  # of the bootstrap
 HEADINGS = ("video", "object", "J", "J recall", "J decay", "F", "F recall", "F decay")
 
@@ -170,8 +170,8 @@ def track(
     one picture per video under ``sheets/``, and ``objects.csv``.
 
     Args:
-        precision: dtype of autocast, of the encoder only; None is float32, which also follows
-            once features are beyond its range.
+        precision: dtype of autocast, of the encoder only; None is float32, to which tracking also
+            falls back once features are beyond the range of `precision`.
         batch_size: frames at a time, 16 on a GPU and 4 elsewhere; affects the features by no more
             than rounding.
 
@@ -204,8 +204,8 @@ def track(
                 masks = list(found.cpu().numpy())
                 writing.append(pool.submit(write_masks, folder, video.video, masks))
             scores += score(video, found) if video.annotated else []
-        for written in writing:
-            written.result()  # raises what went wrong in the thread
+        for task in writing:
+            task.result()  # raises an error of the thread
     if folder is not None and scores:
         write_table(folder, scores)
     return results(scores) if scores else []
@@ -227,7 +227,7 @@ def check(video: Video, scored: bool) -> None:
     if not video.mask(0).any():
         raise DataError(f"{video.name}: no object to track in the first frame")
     height, width = video.frame(0).shape[:2]
-    if max(height, width) > LONGEST * min(height, width):  # shown at so many times `size` squared
+    if max(height, width) > LONGEST * min(height, width):  # it would be resized to a huge one
         raise DataError(f"{video.name}: frames of {width}x{height} are too long to be shown")
     objects = int(video.mask(0).max())
     if objects * max(height * width, video.mask(0).size) > MOST_MASKS:
@@ -272,7 +272,7 @@ def follow(
     # A channel for every object, even if it is too small for the grid and thus never found.
     cells, channels = resize_ids(mask, grid).long(), int(video.mask(0).max()) + 1
     first = F.one_hot(cells, channels).permute(2, 0, 1).float()  # (C, h, w)
-    finite: list[Tensor] = []  # on a GPU looked at once, at the end: to look is to wait
+    finite: list[Tensor] = []  # read once, at the end, on a GPU: reading waits for it
 
     def features() -> Iterator[Tensor]:
         for start in range(0, len(video), batch_size):

@@ -1,4 +1,4 @@
-"""Sizes, crops and filters with which each protocol shows images to an encoder.
+"""Views: the sizes, crops and filters with which each protocol shows images to an encoder.
 
 All numbers are for models of 224 pixels; `Views.at` scales them. Pixels are normalised on the
 device, see data/crops.py. Sources: VISSL's configs for I-JEPA (linear probes), logistic_eval.py of
@@ -105,7 +105,7 @@ def native_size(encoder: Encoder) -> int:
 
 
 def middle(encoder: Encoder, images: Images, size: int | None = None) -> View:
-    """The view of data/transform.py, for photographs; of a rendered scene, all of it."""
+    """The view of data/transform.py for photographs; all of a rendered scene."""
     size = size or native_size(encoder)
     return View(size if isinstance(underlying(images), Scenes) else resize_for(size), size)
 

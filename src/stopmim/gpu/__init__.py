@@ -1,1 +1,1 @@
-"""How it is computed: the way through blocks, kernels, CUDA graphs, devices, sharded tensors."""
+"""Computation on devices: attention and blocks, fused kernels, CUDA graphs, sharded tensors."""

@@ -1,8 +1,8 @@
-"""The way through transformer blocks: block by block, or by fused kernels.
+"""Computes transformer blocks one by one, or by fused kernels.
 
-Fused, a residual addition and the norm after it are one kernel (`kernels/norm.py`), and attention
-goes backward by blocks (`kernels/blockwise.py`). The numbers are the same but for rounding. This is
-the only place that chooses, and that decides how precise the residual stream is.
+When fused, a residual addition and the norm after it are one kernel (`kernels/norm.py`), and the
+backward pass of attention goes by blocks (`kernels/blockwise.py`). The numbers are the same up to
+rounding. This is the only place that chooses, and that sets the precision of the residual stream.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ BY_BLOCKS = 64  # tokens; the usual kernel spills no registers up to here
 
 
 class Way(NamedTuple):
-    """How blocks are computed, which changes their numbers by rounding alone."""
+    """Options for computing blocks; they change the numbers by rounding only."""
 
     recompute: bool = False  # stores only block inputs and recomputes the rest in backward
     fused: bool = False  # fused kernels, where they fit
@@ -54,7 +54,7 @@ def through(
 ) -> Tensor:
     """`norm` of `x` (B, N, D) after all `blocks`: (B, N - first, D), or (B, Q, D).
 
-    The last block skips tokens that nobody reads: those before `first`, or not `asked` for (B, Q).
+    The last block skips tokens that are not read: those before `first`, or not in `asked` (B, Q).
     """
     *before, last = blocks
     recompute = way.recompute and torch.is_grad_enabled()
@@ -72,7 +72,7 @@ def through(
 def fused(
     blocks: list[Any], x: Tensor, norm: Any, first: int, asked: Tensor | None = None
 ) -> Tensor:
-    """The same by fused kernels, under autocast. A block has the names of `method.encoder.Block`.
+    """`through` by fused kernels, under autocast. Blocks have the names of `method.encoder.Block`.
 
     x is the residual stream; h is its norm, in half precision for the next layer.
     """
@@ -119,7 +119,7 @@ def _attend(qkv: Tensor, heads: int, first: int) -> Tensor:
 
 
 def _fits(x: Tensor, norm: nn.Module) -> bool:
-    """Whether fused kernels can be used; elsewhere the usual ones are, and give the same."""
+    """Whether fused kernels can be used; otherwise the usual ones give the same numbers."""
     half = x.is_cuda and torch.is_autocast_enabled("cuda")
     sharded = any(is_sharded(p) for p in norm.parameters())
     fits = isinstance(norm, nn.LayerNorm) and x.shape[-1] <= WIDEST
@@ -130,7 +130,7 @@ def _fits(x: Tensor, norm: nn.Module) -> bool:
 def warn_unless_fused(
     device: torch.device, amp: torch.dtype | None, width: int, recompute: bool, sharded: bool
 ) -> None:
-    """Says why `runtime.kernels: fused` is without effect, if it is."""
+    """Warns if `runtime.kernels: fused` has no effect, with the reason."""
     reasons = {
         "a GPU": device.type != "cuda",
         "triton": device.type == "cuda" and not HAVE_TRITON,

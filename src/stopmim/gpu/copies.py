@@ -1,4 +1,4 @@
-"""Copies of tensors that training goes on to change: first on their device, then on the host."""
+"""Copies tensors that training will change: first on their device, then to the host."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -13,7 +13,7 @@ STAGE = 2**25  # bytes of pinned memory on the way to the host
 
 
 def has_room(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether a copy fits beside everything that is in memory now, and leaves some free."""
+    """Whether a copy fits into memory now, and leaves some free."""
     size = sum(x.nbytes for x in tensors)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -35,10 +35,10 @@ def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 
 def on_host(tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
-    """Contiguous tensors in main memory; of a GPU, those that it holds when `ready` has passed.
+    """Contiguous tensors in main memory; those of a GPU are copied once `ready` has passed.
 
-    For a thread beside training. It has a CUDA stream of its own, so that updates do not queue
-    behind its copies, and one pinned buffer: copies to other memory hold up launches elsewhere.
+    Meant for a thread beside training. It has its own CUDA stream, so that updates do not queue
+    behind its copies, and one pinned buffer: copies to other memory would delay kernel launches.
     """
     if ready is None:
         return {name: x.contiguous() for name, x in tensors.items()}

@@ -3,8 +3,8 @@
 An update is over a thousand kernels. Launching them one by one often takes the CPU longer than the
 GPU needs to run them; replaying a recording is one launch, without any Python. A recording holds
 addresses, not values. So the inputs of an update are copied to tensors that stay in place, and
-whatever outlasts it (weights, moments, counters) exists before. All else lives in memory that the
-recordings share, and is overwritten by the next replay.
+whatever outlasts it (weights, moments, counters) must exist before. Everything else lives in memory
+that recordings share, and is overwritten by the next replay.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ class CudaGraphs:
     """Calls `function`; only the values of its tensors may differ between calls of one shape.
 
     Its arguments are nested tuples or lists of tensors, numbers (which it gets as float64 tensors)
-    and None; it returns scalar tensors by name, or nothing. A None for a tensor is another shape.
+    and None; it returns scalar tensors by name, or nothing. None in place of a tensor counts as
+    another shape.
     """
 
     def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
@@ -57,7 +58,7 @@ class CudaGraphs:
         self.inputs: dict[tuple[int, torch.Size], Tensor] = {}
         self.calls: dict[Shapes, int] = {}  # calls that were not replays
         self.recordings: dict[Shapes, Recording] = {}
-        self.room = True  # for recordings, beside everything else
+        self.room = True  # whether recordings fit into memory
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = stream_of(device)
         self.side = torch.cuda.Stream(device)
@@ -71,7 +72,7 @@ class CudaGraphs:
         streams since the last call may be read here.
         """
         here = torch.cuda.current_stream(self.device)
-        # Until then inputs of this call are being read, in memory that is already free for reuse.
+        # Before this event, inputs of this call are still read, in memory already free for reuse.
         self.side.wait_event(self.copied)
         with torch.cuda.stream(self.side):
             yield
@@ -91,10 +92,10 @@ class CudaGraphs:
                 if self.room:
                     return self.recordings[shapes].replay()
                 warn("no memory for CUDA graphs; continuing without them, more slowly")
-            if self.recordings:  # a plain call needs their memory; they are recorded again
+            if self.recordings:  # a plain call needs their memory; they will be recorded again
                 self.recordings.clear()
                 torch.cuda.empty_cache()
-                self.pool = torch.cuda.graph_pool_handle()  # the other went with its recordings
+                self.pool = torch.cuda.graph_pool_handle()  # the old one went with its recordings
             # Each stream waits for the other, so memory of one can be used and freed in the other.
             here = torch.cuda.current_stream()
             self.stream.wait_stream(here)
@@ -125,7 +126,7 @@ class CudaGraphs:
                 values = self.function(*tree_unflatten(held, spec))
                 together = torch.stack(tuple(values.values())) if values else torch.empty(0)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
-            torch.cuda.set_stream(here)  # a recording that fails may stay in its own
+            torch.cuda.set_stream(here)  # a failed recording may leave its own stream current
             return False
         self.recordings[shapes] = Recording(graph, tuple(values), together)
         free, total = torch.cuda.mem_get_info()

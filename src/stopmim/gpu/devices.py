@@ -37,10 +37,10 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def compiles_itself(setting: str, device: torch.device, static: bool) -> bool:
-    """Whether `runtime.compile` is auto and means yes.
+    """Whether `runtime.compile` is auto and resolves to on.
 
-    Only on a GPU, since a CPU machine may have no compiler, and only for masks of `static` shapes:
-    those of the released sampler change at every step.
+    It does so only on a GPU, since a CPU machine may have no compiler, and only for masks of
+    `static` shapes: those of the released sampler change at every step.
     """
     return setting == "auto" and device.type == "cuda" and static
 

@@ -1,1 +1,1 @@
-"""Whether a run is healthy: measured during training, judged by rules, compared with references."""
+"""Health of a run: measured during training, judged by rules, compared with reference runs."""

@@ -1,7 +1,7 @@
-"""Has my run collapsed, and is it of use? A verdict with its evidence and advice.
+"""Has my run collapsed, and is it useful? A verdict with its evidence and advice.
 
 Two questions, kept apart: whether the training has collapsed, which the log answers by the rules in
-rules.py, and whether the encoder is of use, which only evaluations answer. `diagnose` is a pure
+rules.py, and whether the encoder is useful, which only evaluations answer. `diagnose` is a pure
 function of the lines of metrics.jsonl; only lines with a measurement of measure.py count. `examine`
 is the command.
 """
@@ -39,13 +39,13 @@ class Evidence(NamedTuple):
     name: str
     value: float
     start: float | None  # of the untrained network
-    bar: str  # where the value is, seen from that of a run that is not collapsed
+    bar: str  # on which side of its threshold the value is
     reference: float | None = None  # of the reference run, at the same share of its training
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    verdict: Verdict  # on the training; whether the encoder is useful, `evaluations` say
+    verdict: Verdict  # on the training; `evaluations` say whether the encoder is useful
     because: str
     evidence: tuple[Evidence, ...] = ()
     advice: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Diagnosis:
     keep: int | None = None  # the step with the best weights, if known
     reference: str | None = None  # name of the reference run, if there is one
     evaluations: tuple[Tally, ...] = ()  # one per data set
-    evaluate: str = ""  # the command that evaluates the run, if nobody has
+    evaluate: str = ""  # the command that evaluates the run, if it is not evaluated yet
     lost: tuple[str, ...] = ()  # lines of the logs that are damaged or missing
 
     @property
@@ -63,16 +63,16 @@ class Diagnosis:
 
     @property
     def useful(self) -> bool:
-        """Whether evaluations have shown the encoder to be above random init, and nowhere below."""
+        """Whether evaluations show the encoder above random init somewhere, and below nowhere."""
         shown = any(tally.above for tally in self.evaluations)
         return shown and not any(tally.below for tally in self.evaluations)
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
         at += "" if self.step is None or self.total is None else f" of {self.total}"
-        said = [f"{self.verdict}{at}: {self.because}", *self.use]
+        texts = [f"{self.verdict}{at}: {self.because}", *self.use]
         # A command stays in one piece.
-        lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in said]
+        lines = [x if self.evaluate and x in self.use else _wrapped(x) for x in texts]
         table = [
             {"": e.name, "now": _text(e.value), "untrained": _text(e.start)}
             | {"reference": _text(e.reference) if self.reference else "", "bar": e.bar}
@@ -93,12 +93,12 @@ class Diagnosis:
         """Usefulness of the encoder by its evaluations, or the command to evaluate it."""
         if self.evaluate:
             return [f"not evaluated yet: run {self.evaluate}"]
-        said = []
+        lines = []
         for tally in self.evaluations:
             kind = "useful in part" if tally.below else "useful"
             where = f", on {tally.data}" if tally.data else ""
-            said.append(f"{kind if tally.above else 'evaluated'}: {tally}{where}")
-        return said
+            lines.append(f"{kind if tally.above else 'evaluated'}: {tally}{where}")
+        return lines
 
     def as_json(self) -> str:
         fields = asdict(self) | {"exit_code": self.exit_code}
@@ -132,7 +132,7 @@ def diagnose(
     there = reference.at(training_share(config, now)) if config and reference else {}
     evidence, name = _evidence(now, start, there), reference.name if reference else None
     keep = int(now["step"]) if verdict == "not collapsed" else None
-    if verdict == "over-training":  # the most rank that images decide
+    if verdict == "over-training":  # the highest rank that comes from images
         best = max(lines, key=lambda x: x["target_rank"] * x["target_image_share"])
         keep = int(best["step"])
     return Diagnosis(
@@ -156,8 +156,8 @@ def _unfinished(run: Run) -> int | None:
     return total if total and done < total else None
 
 
-# The number, its name, and what the rules ask of a run that is not collapsed: more than a number,
-# or than this share of the value of the untrained network. None: no rule looks at it.
+# Key, name, and the threshold above which the rules see no collapse: a number, or a share of the
+# untrained network's value. None: no rule looks at it.
 EVIDENCE = (
     ("target_rank", "targets: effective rank", 0.5, "untrained"),
     ("target_spread", "targets: spread", 0.05, ""),
@@ -174,17 +174,18 @@ CONSTANT = ("target_rank", "target_spread", "target_image_share")  # if the targ
 
 def _evidence(now: Logged, start: Logged | None, there: Logged) -> tuple[Evidence, ...]:
     knn = [(key, f"neighbours: {key[4:]}", None, "") for key in now if key[:4] == "knn_"]
-    begun = start or {}
-    return tuple(
-        Evidence(name, float(now[key]), begun.get(key), bar, there.get(key))
-        for key, name, least, of in (*EVIDENCE, *knn)
-        if key in now and not (key in CONSTANT and fixed_targets(now))
-        for bar in [_bar(float(now[key]), least, begun.get(key) if of else None)]
-    )
+    begun, found = start or {}, list[Evidence]()
+    for key, name, least, of in (*EVIDENCE, *knn):
+        if key not in now or (key in CONSTANT and fixed_targets(now)):
+            continue
+        value, untrained = float(now[key]), begun.get(key)
+        bar = _bar(value, least, untrained if of else None)
+        found.append(Evidence(name, value, untrained, bar, there.get(key)))
+    return tuple(found)
 
 
 def _bar(value: float, least: float | None, untrained: float | None) -> str:
-    """Whether `value` is over its bar, in words."""
+    """Words for the side of its threshold that `value` is on."""
     if least is None:
         return "not judged"
     over = value > least * (1 if untrained is None else untrained)

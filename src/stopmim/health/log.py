@@ -8,7 +8,7 @@ from stopmim.base.files import number
 Logged = Mapping[str, Any]  # one line, or the measurements in it
 
 
-# Every measurement has these; the rules of rules.py count on it.
+# Every measurement has these; the rules of rules.py rely on it.
 MEASURED = ("target_rank", "target_spread", "target_image_share", "predicted_image_share", "skill")
 
 
@@ -20,7 +20,7 @@ def measurements(lines: Sequence[Logged]) -> tuple[Logged | None, list[Logged]]:
 
 
 def _measured(line: object, needed: Sequence[str]) -> Logged | None:
-    """The numbers of a line; None if it lacks one of those that are needed."""
+    """The numbers of a line; None if one of `needed` is missing."""
     if not isinstance(line, dict) or needed[-1] not in line:
         return None
     numbers = {key: value for key, value in line.items() if number(value) is not None}

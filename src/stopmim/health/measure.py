@@ -1,7 +1,7 @@
-"""The health of a run, measured now and then on a few images that are always the same.
+"""Measures the health of a run from time to time, on a few images that are always the same.
 
-The loss alone does not tell: its targets move, and it falls in a collapse just as in learning. The
-numbers that do tell are how much of the targets the images decide, in how many directions, and how
+The loss alone cannot tell: its targets move, and it falls in a collapse as it does in learning. The
+telling numbers are how much of the targets depends on the images, in how many directions, and how
 much of that the predictor knows beyond what the position of a patch gives away. They are compared
 with those of the untrained network, at step 0; `doctor.py` draws the conclusions.
 
@@ -33,7 +33,7 @@ SAMPLE = 128  # images, with two crops each
 CHUNK = {"cpu": 32, "cuda": SAMPLE}  # images at a time: fits a cache, or takes few launches
 VECTORS = 4096  # targets the effective rank is computed from; at least twice their width
 NEAREST = 10  # neighbours whose labels are compared
-LOWEST = 100.0  # skill is cut at minus this: where images decide nothing it would be -infinity
+LOWEST = 100.0  # skill is cut off at minus this: where images decide nothing it would be -infinity
 FEWEST = 200  # updates between two measurements, unless the config asks for more
 COST = 0.015  # share of the training time that measurements may take
 # A measurement takes 0.8 to 0.9 of the time of an update of as many images (measured, CPU).
@@ -145,9 +145,9 @@ def patch_targets(model: MaskedImageModel, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def patch_features(model: MaskedImageModel, images: Tensor) -> Tensor:
-    """Learned features of every patch, (n, N, D): the targets, unless those are fixed.
+    """Learned features of every patch, (n, N, D): the targets, unless they are fixed.
 
-    Of targets of several layers, the last.
+    If the targets have several layers, the last one.
     """
     if not model.target.learned:
         return model.encoder(images)
@@ -209,7 +209,7 @@ def norms(model: MaskedImageModel) -> dict[str, float]:
 
 
 def _shared(predictor: Predictor) -> Tensor:
-    """The unsharded part that all masked tokens share; 0 if there is none."""
+    """The vector that all masked tokens share, unsharded; 0 if there is none."""
     bias = predictor.positions.shared(predictor.noise_layer if predictor.noisy_masked else None)
     return torch.zeros(()) if bias is None else whole(bias.detach())
 
@@ -218,8 +218,8 @@ def _shared(predictor: Predictor) -> Tensor:
 def noise_to_signal(model: MaskedImageModel, context: Tensor | None = None) -> float:
     """Power of the noise of masked tokens over that of psi + m~; 0 without uncertainty.
 
-    The bias of A replaces m~ where the released code has that. `context` are features (n, C, D) of
-    context tokens, for noise that is made from them.
+    In the released code the bias of A replaces m~. `context` (n, C, D) are features of context
+    tokens, for noise that is made from them.
     """
     predictor, positions = model.predictor, model.predictor.positions
     if not predictor.noisy_masked:

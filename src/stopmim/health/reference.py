@@ -1,6 +1,6 @@
-"""Reference runs: the measurements of a run of ours, to compare with runs of the same kind.
+"""Reference runs: measurements of our runs, to compare with other runs of the same kind.
 
-Each file of references/ is one run. Its first line names it and says which runs it compares with;
+Each file of references/ is one run. Its first line names it and the kind of runs it compares with;
 the others are lines of its metrics.jsonl, at most a hundred, with the share of the training in
 place of the step. `write_reference` makes one from a finished run, which should be measured more
 often than usual (runtime.health_every).
@@ -33,20 +33,20 @@ class Reference(NamedTuple):
     rows: list[dict[str, Any]]  # each with "share", from 0 to 1
 
     def at(self, share: float) -> dict[str, Any]:
-        """Every number, each from where it was measured nearest to this share of the training."""
+        """All numbers, each as measured nearest to this share of the training."""
         near = sorted(self.rows, key=lambda row: -abs(row["share"] - share))
         return {key: value for row in near for key, value in row.items()}
 
     def stretched(self, updates: float) -> list[dict[str, Any]]:
-        """Lines as in metrics.jsonl, stretched to a run of so many updates."""
+        """Lines as in metrics.jsonl, stretched to a run of this many updates."""
         return [row | {"step": row["share"] * updates} for row in self.rows]
 
 
 def comparable(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
     """The traits that two runs must share to be worth comparing: network, masks, kind of images.
 
-    `data` is that of run.json. All rendered scenes are of one kind; of other images nobody knows
-    the kind, and only the same ones compare.
+    `data` is that of run.json. All rendered scenes are of one kind; the kind of other images is
+    unknown, and only the same ones compare.
     """
     config = resolve(config)
     with torch.device("meta"):  # only its name is needed
@@ -61,7 +61,7 @@ def comparable(config: Config, data: Mapping[str, Any]) -> dict[str, Any]:
         "method": method,
         "masks": build_sampler(config).describe(),
         "images": "scenes" if rendered else data.get("fingerprint"),
-        **({"target": said} if (said := target.describe()) else {}),
+        **({"target": text} if (text := target.describe()) else {}),
     }
 
 

@@ -4,8 +4,8 @@ Losses of rank and spread are relative to the untrained network: half of the ran
 spread is a partial collapse, three quarters of the rank a full one. The thresholds were set on the
 planted runs of tests/plant.py. A good run on photographs may lose as much of the rank before it
 regains it; what tells it apart is that its predictor has learned and its crops match better. How
-much better decides: of recorded runs that had lost half of the rank, those with half of the
-mismatches between crops gone (53 % or more) were above random init by k-NN, and of those with fewer
+much better decides: among recorded runs that had lost half of the rank, those with half of the
+mismatches between crops gone (53 % or more) were above random init by k-NN; of those with fewer
 gone (39 % or less) all but one were below.
 """
 
@@ -59,7 +59,7 @@ class Signs(NamedTuple):
 
     @property
     def gained(self) -> bool:
-        """Whether it has learned, and the crops of an image match better than before training."""
+        """Whether it has learned, with crops of an image matching better than before training."""
         return self.learned and self.matched > 0
 
 

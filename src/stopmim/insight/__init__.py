@@ -1,1 +1,1 @@
-"""Figures and a page about what a run has learned. Training does not need them."""
+"""Figures and a report on what a run has learned. Training does not need them."""

@@ -44,7 +44,7 @@ def analyse(
 
     Args:
         what: one of the analyses, or all of them.
-        runs: run directories; several are compared where the figure can. `collapse` and
+        runs: run directories; several are compared if the figure can. `collapse` and
             `smoothing` need none: they are about the method.
         out: folder for the figures; default: the folder `figures` of the first run.
         data: the images; default: those the runs were trained on.

@@ -1,4 +1,4 @@
-"""From a config to the objects of the method. Every choice by name is made here, and only here.
+"""Builds the objects of the method from a config. Every choice by name is made here and only here.
 
 `configure` turns a preset, a YAML file or a config into a resolved config that is proved to work;
 the other functions build what it asks for. A new kind of position, mask or target needs its class,
@@ -31,7 +31,7 @@ def configure(
 ) -> Config:
     """Resolves a preset, YAML file or config with `changes`, and proves that its masks exist.
 
-    `to_train` also asks for what the preset needs but does not say.
+    `to_train` also requires what the preset cannot supply itself: an encoder to start from.
     """
     config = preset if isinstance(preset, Config) else find_config(preset)
     config = resolve(override(config, changes or {}))

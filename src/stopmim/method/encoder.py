@@ -1,6 +1,6 @@
 """The encoder f: a Vision Transformer, with I-JEPA's and timm's names.
 
-Ours has no class token; those of MAE, DINO and iBOT do, and are otherwise the same.
+Ours has no class token; those of MAE, DINO and iBOT have one, and are otherwise the same.
 
 Shapes: B images, N patches of an image, K of them kept, D width.
 """
@@ -26,7 +26,7 @@ Start = Literal["jepa", "mae"]  # whose initial weights
 
 
 class Encoder(Protocol):
-    """The interface that evaluations need: ours, or an adapter around somebody else's encoder."""
+    """The interface that evaluations need: our encoder, or an adapter around a foreign one."""
 
     patch: int  # edge of a patch, in pixels
     width: int
@@ -42,7 +42,7 @@ class Encoder(Protocol):
 class ImageEncoder(Encoder, Protocol):
     """An encoder as `load_encoder` returns it: it takes pictures too."""
 
-    transform: Callable[[Pictures], Tensor]  # shows it pictures, as in every evaluation
+    transform: Callable[[Pictures], Tensor]  # pictures to its input, as in every evaluation
 
     def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:
         """The same for files, PIL images and pixels; floats in tensors must be normalised."""
@@ -98,7 +98,7 @@ class Block(nn.Module):
         self.mlp = Mlp(width, round(width * mlp_ratio))
 
     def forward(self, x: Tensor, first: int = 0, asked: Tensor | None = None) -> Tensor:
-        """(B, N, D) -> (B, N - first or Q, D): a last block skips tokens that nobody reads."""
+        """(B, N, D) -> (B, N - first or Q, D): the last block skips tokens that are not read."""
         kept = x[:, first:] if asked is None else take(x, asked)
         x = kept + self.attn(self.norm1(x), first, asked)  # pre-norm, as in ViT
         return x + self.mlp(self.norm2(x))
@@ -135,13 +135,13 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: edge of the images it is trained on; others work, the table is then resized.
         patch: edge of a patch, in pixels.
-        class_token: whether a learned token comes before those of the patches.
+        class_token: whether a learned token precedes the patch tokens.
         channels: C of its images; 3 are red, green and blue.
     """
 
     pos_embed: Tensor  # (1, N, D), or (1, 1 + N, D) with the class token first
     cls_token: nn.Parameter | None  # (1, 1, D)
-    way = USUAL  # through its blocks
+    way = USUAL  # how its blocks are computed
     start: Start = "jepa"  # how its weights were initialised, to make an untrained twin
 
     def __init__(
@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
         self.transform: Callable[[Pictures], Tensor] = no_transform  # `load_encoder` sets it
         self.channels, self.patch_embed = channels, PatchEmbed(patch, width, channels)
         self.pool: Pool = "cls" if class_token else "mean"
-        self.prefix = int(class_token)  # tokens before those of the patches
+        self.prefix = int(class_token)  # tokens before the patch tokens
         # The class token has no place: zeros, as in MAE.
         table = F.pad(sincos_2d(self.side, width), (0, 0, self.prefix, 0))
         self.register_buffer("pos_embed", table[None])
@@ -228,20 +228,20 @@ class VisionTransformer(nn.Module):
     ) -> Tensor:
         """Features (B, N, D) of all patches, or (B, K, D) of those at `index` (B, K) only.
 
-        (B, Q, D) of the patches `asked` for (B, Q), which see all. With `all_tokens` the class
-        token comes first, if there is one. (B, N, layers * D) for several `layers`, evenly spaced
-        in depth: the last one as always, others not normed.
+        With `asked` (B, Q), only the features (B, Q, D) of those patches, which still attend to
+        all. With `all_tokens` the class token comes first, if there is one. With several `layers`,
+        (B, N, layers * D): evenly spaced in depth, and only the last one is normed.
         """
         x = self.with_class(self.embed(images, index))  # hidden patches stay hidden from here on
         if asked is not None:
             return through(self.blocks, x, self.norm, self.way, asked=asked + self.prefix)
-        blocks, found = list(self.blocks), []
+        blocks, earlier = list(self.blocks), []
         starts = [len(blocks) * i // layers for i in range(layers)]
         for start, stop in pairwise(starts):
-            found.append(x := through(blocks[start:stop], x, nn.Identity(), self.way))
+            earlier.append(x := through(blocks[start:stop], x, nn.Identity(), self.way))
         # The blocks that remain, by default all, and the final norm: s_i, (B, K, D)
         x = through(blocks[starts[-1] :], x, self.norm, self.way)
-        x = torch.cat([*found, x], dim=-1) if found else x
+        x = torch.cat([*earlier, x], dim=-1) if earlier else x
         return x[:, self.prefix :] if self.prefix and not all_tokens else x
 
     def features(self, images: Pictures, layers: int = 1, pool: Pool = "mean") -> Tensor:

@@ -1,4 +1,4 @@
-"""The loss of one part of a batch, and two numbers that tell a collapse. This gets compiled."""
+"""The loss of one part of a batch, and two statistics that reveal a collapse. This is compiled."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Loss(NamedTuple):
 
 
 def masked_loss(model: nn.Module, target: Target, batch: Batch, noise: Noise) -> Loss:
-    """Loss of the masked patches of `batch`; `model` may be a wrapper of several GPUs."""
+    """Loss of the masked patches of `batch`; `model` may be wrapped for several GPUs."""
     pairs = model(batch, noise)  # prediction, target: (M, B, K, T) each, and maybe more
     loss = target.loss(pairs)
     with torch.no_grad():  # logged, not trained on

@@ -1,6 +1,6 @@
 """Which patches are seen and which are predicted: the multi-block masks of I-JEPA, and MAE's.
 
-A sampler owns everything that is said of it: `draw` for one batch, `at_step` for the batch of an
+A sampler owns everything about itself: `draw` for one batch, `at_step` for the batch of an
 update, `blocks` it can draw, `check` that it always can, `describe` for people.
 
 The *size* of a block is drawn once per batch and only its *place* per image, so that everything has
@@ -131,7 +131,7 @@ class MultiBlock(MaskSampler):
         return self.draw_sizes(torch_generator("sizes", seed, step))
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
-        """One uniform number for the targets, then one for the context.
+        """Draws the size of targets from one uniform number, that of contexts from another.
 
         Give it a CPU generator: the sizes are shapes, which the host must know.
         """
@@ -240,7 +240,7 @@ class ReleasedMultiBlock(MultiBlock):
 
     @property
     def _longest(self) -> int:
-        return self.side - 1  # the released code shrinks what is larger
+        return self.side - 1  # the released code shrinks larger blocks
 
     def at_step(
         self, seed: int, step: int, parts: list[slice], total: int, device: torch.device
@@ -343,7 +343,7 @@ def multiblock(
         generator: the only source of randomness; the same state gives the same masks.
         compat: "released" draws as the released code does: see `ReleasedMultiBlock`.
         sizes: block sizes from `draw_sizes`; None draws them from `generator` first.
-        options: those of `MultiBlock`: targets, target_scale, context_length and so on.
+        options: arguments of `MultiBlock`: targets, target_scale, context_length and so on.
 
     Raises:
         ValueError: the settings cannot work; `MultiBlock.check` proves it without drawing.
@@ -477,7 +477,7 @@ def cells(targets: Tensor, block: Block, side: int) -> Tensor:
 def nearness(context: Tensor, targets: Tensor, side: int) -> Tensor:
     """1 / sqrt(distance in patches to the nearest patch of a block), (M, B, C).
 
-    Of context patches (B, C) and target blocks (M, B, K). Near patches say most about the block.
+    Takes context patches (B, C) and target blocks (M, B, K). Near patches say most about a block.
     """
     seen, masked = context[None, :, :, None], targets[:, :, None]  # (1, B, C, 1), (M, B, 1, K)
     squared = (seen // side - masked // side) ** 2 + (seen % side - masked % side) ** 2

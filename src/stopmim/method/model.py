@@ -42,7 +42,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Target(ABC):
-    """The thing to predict of a masked patch, and the loss of a prediction.
+    """Prediction target of a masked patch, and the loss of a prediction.
 
     A subclass gives `name`, `of` and, where it differs, the loss and the class attributes.
     """
@@ -72,12 +72,12 @@ class Target(ABC):
         return model.predict(batch.images, batch.context, batch.targets, noise), target
 
     def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
-        """Loss of what `pairs` returns: smooth L1, as I-JEPA, and terms that follow the pair."""
+        """Loss of what `pairs` returns: smooth L1, as in I-JEPA, plus terms after the pair."""
         predicted, target, *terms = pairs  # compared in float32, also under autocast
         return sum(terms, F.smooth_l1_loss(predicted.float(), target.float()))
 
     def last(self, targets: Tensor) -> Tensor:
-        """The part of learned `targets` (..., T) that is the last layer, which gets evaluated."""
+        """The part of learned `targets` (..., T) that is the last layer, which is evaluated."""
         return targets
 
     def check(self, sampler: MaskSampler) -> None:
@@ -85,7 +85,7 @@ class Target(ABC):
         return
 
     def check_positions(self, positions: Positions) -> None:
-        """Raises ValueError if these positions cannot be asked for."""
+        """Raises ValueError if the target cannot be predicted with these positions."""
         return
 
     def describe(self) -> str:
@@ -107,7 +107,7 @@ class Features(Target):
             together: T is that many D (Bootleg, arXiv 2603.15553).
         visible: weight of the loss on visible patches: `nearness` (V-JEPA 2.1, arXiv 2603.14482).
         vicreg: weight of `variance_covariance` of the context features, averaged over an image
-            (C-JEPA, arXiv 2410.19560). Not of predictions, which vary with the noise of StoP too.
+            (C-JEPA, arXiv 2410.19560). Predictions do not get it: they vary with StoP's noise too.
     """
 
     layers: int = 1
@@ -126,7 +126,7 @@ class Features(Target):
         few = self.layers == 1 and asked.shape[1] * teacher.patch**2 < images[0, 0].numel()
         features = teacher(images, layers=self.layers, asked=asked if few else None)
         # eps is F.layer_norm's own 1e-5 here, not the model's 1e-6, as in the released code.
-        layers = features.unflatten(-1, (self.layers, -1))  # each normed alone
+        layers = features.unflatten(-1, (self.layers, -1))  # each normed separately
         x = F.layer_norm(layers, layers.shape[-1:]).flatten(-2)
         return (x if few else take(x, asked)).unflatten(1, (len(index), -1)).transpose(0, 1)
 
@@ -150,9 +150,10 @@ class Features(Target):
         return predicted[:, :, -masked:], target[:, :, -masked:], *terms
 
     def describe(self) -> str:
-        said = [f"{self.layers} layers predicted"] * (self.layers > 1)
-        said += [f"visible patches weigh {self.visible:g}"] * (self.visible > 0)
-        return ", ".join(said + [f"VICReg {self.vicreg:g}"] * (self.vicreg > 0))
+        layers = f"{self.layers} layers predicted" if self.layers > 1 else ""
+        visible = f"visible patches weigh {self.visible:g}" if self.visible > 0 else ""
+        vicreg = f"VICReg {self.vicreg:g}" if self.vicreg > 0 else ""
+        return ", ".join(filter(None, (layers, visible, vicreg)))
 
     @property
     def not_exportable(self) -> str:
@@ -162,7 +163,7 @@ class Features(Target):
 def variance_covariance(x: Tensor) -> Tensor:
     """Two terms of VICReg (arXiv 2105.04906) of vectors (B, D), with its weights 25 and 1.
 
-    Over the images of one part of a batch on one GPU: larger parts estimate them better.
+    Estimated over the images of one part of a batch on one GPU, better if it is large.
     """
     with torch.autocast(x.device.type, enabled=False):
         x = x.float() - x.float().mean(dim=0)
@@ -175,7 +176,7 @@ def variance_covariance(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HalfResolution(Features):
-    """`Features` predicted at half the resolution too: the paper's rival of uncertain places.
+    """`Features` predicted at half the resolution too: the paper's alternative to uncertain places.
 
     A coarse target is the mean ("bilinear") or the maximum ("max") over a cell of 2x2 patches, at
     its centre. Both resolutions count the same in the loss.
@@ -249,7 +250,7 @@ class Pixels(Target):
         return (pixels - mean) / (variance + 1e-6).sqrt()
 
     def loss(self, pairs: tuple[Tensor, ...]) -> Tensor:
-        """Squared error of the masked patches, as MAE."""
+        """Squared error of the masked patches, as in MAE."""
         predicted, target = pairs
         return F.mse_loss(predicted.float(), target.float())
 
@@ -263,8 +264,7 @@ class Pixels(Target):
 class MaskedImageModel(nn.Module):
     """Encoder f, predictor g and, if the target wants one, a target encoder that follows f slowly.
 
-    With `Positions` in the predictor this is I-JEPA or MAE, with `StochasticPositions` it is that
-    + StoP.
+    With `Positions` in the predictor this is I-JEPA or MAE; `StochasticPositions` add StoP.
     """
 
     target_encoder: VisionTransformer | None
@@ -282,7 +282,7 @@ class MaskedImageModel(nn.Module):
             self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
 
     def branch(self, name: Literal["target", "context"] = "target") -> VisionTransformer:
-        """The target encoder, which the papers evaluate, or the trained one; MAE has one only."""
+        """The target encoder, which the papers evaluate, or the trained one; MAE has only this."""
         return self.encoder if name == "context" else self.target_encoder or self.encoder
 
     def forward(self, batch: Batch, noise: Noise | Tensor | None = None) -> tuple[Tensor, ...]:
@@ -334,8 +334,8 @@ class MaskedImageModel(nn.Module):
         """A phrase for people: method, positions, targets, size of the predictor."""
         positions, depth = self.predictor.positions, len(self.predictor.predictor_blocks)
         size = f"width {positions.width}, depth {depth}"
-        said = (self.target.name, positions.describe(), self.target.describe(), size)
-        return ", ".join(filter(None, said))
+        phrases = (self.target.name, positions.describe(), self.target.describe(), size)
+        return ", ".join(filter(None, phrases))
 
 
 def _as_noise(noise: Noise | Tensor | None) -> Noise:

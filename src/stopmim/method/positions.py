@@ -1,6 +1,6 @@
-"""Where the predictor is told its tokens are. `StochasticPositions` is the paper's contribution.
+"""Positions of the predictor's tokens. `StochasticPositions` is the paper's contribution.
 
-A kind of position owns everything that is said of it: how noise is drawn (`draw`), what a token
+A kind of position owns everything about itself: how noise is drawn (`draw`), what a token
 receives (`forward`), how strong the noise is (`power`), its name in reports (`method`,
 `describe`), the note in exported files (`tag`), why it cannot be exported (`not_exportable`) and
 what changes during training (`at_step`).
@@ -173,7 +173,7 @@ class Positions(nn.Module):
         return None
 
     def shared(self, project: Layer) -> Tensor | None:
-        """What masked tokens with the noise of `project` share: m~, (1, 1, P); None if nothing."""
+        """Vector that masked tokens with the noise of `project` share, m~ (1, 1, P), or None."""
         return self.mask_token if self.bias == "mask_token" else None
 
     def power(self, a: Tensor, context: Tensor | None = None) -> Tensor:
@@ -181,9 +181,9 @@ class Positions(nn.Module):
         return self.table.new_zeros(())
 
     def at_step(self, step: int, steps_per_epoch: int) -> None:
-        """Takes the values of update number `step` (from 0), if anything changes over a run."""
+        """Sets the values of update number `step` (from 0), if any change over a run."""
 
-    # What is said of it.
+    # How reports and exported files describe it.
 
     @property
     def method(self) -> str:
@@ -220,12 +220,12 @@ class StochasticPositions(Positions):
         covariance: "tied" (also called "projected") is sigma A A^T with the A of the context;
             "untied" is the same with another matrix in `project`, the paper's collapse; "fixed" is
             sigma I, the paper's ablation, with noise drawn in the width of the predictor and no
-            projection; "conditioned" makes the noise from the image, which the paper leaves for
+            projection; "conditioned" makes the noise from the image, which the paper leaves to
             future work: see `_mixture`.
         bias: "mask_token" is the paper: the bias of `project` never touches the noise, m~ is a
             parameter of its own. "project" is the released code: the bias of `project` replaces
             m~, and there is noise in evaluation too.
-        share: probability that the place of a token is uncertain; the other tokens know theirs.
+        share: probability that the place of a token is uncertain; the others have certain places.
         levels: factors of sigma, one of which is drawn for all tokens of a block (N-JEPA, arXiv
             2507.15216, has such levels, with a fixed covariance); None is 1 for all.
     """
@@ -323,7 +323,7 @@ class StochasticPositions(Positions):
 
     def at_step(self, step: int, steps_per_epoch: int) -> None:
         if total := abs(int(self.ramp * steps_per_epoch)):  # in updates
-            start, final = (0.0, self.full_sigma)[:: 1 if self.ramp > 0 else -1]
+            start, final = (0.0, self.full_sigma) if self.ramp > 0 else (self.full_sigma, 0.0)
             self.sigma = schedules.linear(step, total=total, start=start, final=final)
 
     @property
@@ -332,15 +332,15 @@ class StochasticPositions(Positions):
 
     def describe(self) -> str:
         released = " as released (no mask token)" if self.bias == "project" else ""
-        said = [f"StoP{released}, sigma {self.full_sigma:g} (a variance)"]
-        levels = ", ".join(f"{level:g}" for level in self.levels)
-        said += [f"times one of {levels}"] if len(self.levels) > 1 else []
+        stop = f"StoP{released}, sigma {self.full_sigma:g} (a variance)"
+        factors = ", ".join(f"{level:g}" for level in self.levels)
+        levels = f"times one of {factors}" if len(self.levels) > 1 else ""
         way = "growing from" if self.ramp > 0 else "falling to"
-        said += [f"{way} 0 in {abs(self.ramp):g} epochs"] if self.ramp else []
-        return ", ".join([*said, f"{self.covariance} covariance"])
+        ramp = f"{way} 0 in {abs(self.ramp):g} epochs" if self.ramp else ""
+        return ", ".join(filter(None, (stop, levels, ramp, f"{self.covariance} covariance")))
 
     def tag(self) -> dict[str, Any]:
-        # "tied" is not said: only tied noise can be exported.
+        # "tied" is left out: only tied noise can be exported.
         noise = {"positions": "stochastic", "sigma": self.sigma, "share": self.share}
         noise |= {"levels": list(self.levels)} if len(self.levels) > 1 else {}
         return super().tag() | noise
@@ -352,7 +352,7 @@ class StochasticPositions(Positions):
         return own or super().not_exportable
 
 
-@functools.cache  # stays on the device, which would otherwise be waited for
+@functools.cache  # kept on the device: copying it there each time would make the host wait
 def _roots(levels: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(levels, device=device).sqrt()
 
@@ -383,7 +383,7 @@ def _mixture(context: Tensor | None) -> Tensor:
 class JitteredPositions(Positions):
     """Tokens moved at random: ``psi(row + e1, col + e2) + m~`` with ``e ~ N(0, sigma)`` in patches.
 
-    The plain rival of StoP: uncertain places without anything learned.
+    The plain baseline of StoP: uncertain places without anything learned.
 
     Args:
         side, width, bias: see `Positions`; the table is sine-cosine, which has values in between.

@@ -35,13 +35,13 @@ class Predictor(nn.Module):
     """A narrow transformer over context and masked tokens.
 
     Args:
-        positions: how places are told; `Positions` is I-JEPA, `StochasticPositions` is StoP.
+        positions: how tokens get their places; `Positions` is I-JEPA, `StochasticPositions` StoP.
         encoder_width: D.
         noisy: the tokens whose positions are stochastic; the paper's choice is "masked".
         outputs: T; the encoder width by default.
     """
 
-    way = USUAL  # through its blocks
+    way = USUAL  # how its blocks are computed
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class Predictor(nn.Module):
 
         The blocks are predicted independently: each sees the context (B, C, D) and itself only.
         Context tokens beyond `context_index` (B, C) come first and have no place (MAE's class
-        token): their position is zero. `moved_by` (2,) asks for places that far down and right of
-        the patches, for certain positions. With `visible` (M, B, C + K, T): those of the visible
-        patches come first, one for every block beside which they are seen.
+        token): their position is zero. `moved_by` (2,) moves the places to predict that far down
+        and right; positions must be certain. With `visible` the result is (M, B, C + K, T): the
+        visible patches come first, predicted once beside every block.
         """
         noise = noise or Noise()
         self._check(noise)
@@ -130,13 +130,13 @@ class Predictor(nn.Module):
             m = self.positions.mean(target_index, "masked", moved_by)
         c = c.expand(blocks, *c.shape).flatten(0, 1)  # (B, C, P) -> (M * B, C, P), block-major
         x = torch.cat([c, m.flatten(0, 1).to(c.dtype)], dim=1)  # (M * B, C + K, P)
-        # All blocks and the norm; the last block skips tokens that nobody reads: (M * B, K, P)
+        # All blocks and the norm; the last block skips tokens that are not read: (M * B, K, P)
         to, first = self.predictor_norm, placeless if visible else c.shape[1]
         x = self.predictor_proj(through(self.predictor_blocks, x, to, self.way, first))
         return x.unflatten(0, (blocks, batch))  # (M, B, K, T)
 
     def _check(self, noise: Noise) -> None:
-        """Refuses noise for tokens that are certain of their place."""
+        """Raises ValueError if there is noise for tokens whose positions are certain."""
         for tokens, noisy in (("masked", self.noisy_masked), ("context", self.noisy_context)):
             if getattr(noise, tokens) is not None and not noisy:
                 raise ValueError(f"noise for {tokens} tokens, but their positions are certain")
@@ -151,7 +151,7 @@ class Predictor(nn.Module):
     def tag(self) -> dict[str, Any]:
         """Facts that weights alone do not tell, for exported files; read by `build.from_tag`."""
         heads = cast(Any, self.predictor_blocks[0]).attn.heads
-        noisy = self.noisy if self.positions.uncertain else "masked"  # what certain files say
+        noisy = self.noisy if self.positions.uncertain else "masked"  # the default of such files
         return self.positions.tag() | {"tokens": noisy, "heads": heads}
 
 

@@ -45,7 +45,7 @@ TEMPORARY = ".tmp-"  # folders that begin like this are being written or removed
 
 
 class LaterFormatError(CheckpointError):
-    """A checkpoint of a later version, which is not passed over for an older one."""
+    """A checkpoint of a later version, which must not be skipped in favour of an older one."""
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -89,7 +89,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         except (CheckpointError, FileNotFoundError) as error:
             problem = str(error)
         if problem:
-            # A live run may have removed it meanwhile, for the sake of a newer one.
+            # A live run may have removed it meanwhile, after saving a newer one.
             damaged += [problem] if path.exists() else []
         elif other:
             raise CheckpointError(
@@ -145,7 +145,7 @@ def verify(path: Path) -> str | None:
                 return f"{file}: not a regular file"
             if found.st_size != want["bytes"]:
                 return f"{file}: {found.st_size} bytes, not {want['bytes']}"
-            if (found.st_dev, found.st_ino) in seen:  # to hash it a thousand times takes hours
+            if (found.st_dev, found.st_ino) in seen:  # hashing it a thousand times would take hours
                 return f"{file}: the same file as another one"
             seen.add((found.st_dev, found.st_ino))
             with open_to_read(file, BYTES) as opened:
@@ -163,7 +163,7 @@ def verify(path: Path) -> str | None:
 
 
 def state(path: Path) -> dict[str, Any]:
-    """`state.json` of a verified checkpoint: step, config, loss scaler, and what run it is of."""
+    """`state.json` of a verified checkpoint: step, config, loss scaler, identity of its run."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json"))
         if manifest["format"] > FORMAT:
@@ -184,9 +184,9 @@ def state(path: Path) -> dict[str, Any]:
 
 
 def misnamed(path: Path) -> str | None:
-    """What is wrong with the name of a verified checkpoint, which tells which one is newest."""
+    """Problem with the name of a verified checkpoint, or None: names tell which one is newest."""
     step = state(path)["step"]
-    return None if path.name == f"step-{step:08d}" else f"{path}: is of step {str(step)[:20]}"
+    return None if path.name == f"step-{step:08d}" else f"{path}: holds step {str(step)[:20]}"
 
 
 def lines_logged(path: Path) -> int:
@@ -201,13 +201,13 @@ def lines_logged(path: Path) -> int:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Loads the checkpoint at `path` into `model` and `optimizer`; every tensor must fit.
 
-    One that was saved before the first update leaves `optimizer` without a state.
+    A checkpoint from before the first update leaves `optimizer` without a state.
     """
     try:
         weights = shards.read(path, "model")
         slots = shards.read(path, "optimizer") if optimizer else {}
     except (OSError, safetensors.SafetensorError) as error:
-        if is_out_of_memory(error):  # nothing is wrong with the file
+        if is_out_of_memory(error):  # the file itself is intact
             raise
         raise CheckpointError(f"{path}: unreadable: {error}") from None
     want = model.state_dict()
@@ -291,8 +291,8 @@ def check_fit(weights: Mapping[str, Tensor], want: State, source: str) -> None:
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        said = "; ".join(sorted(problems)[:3])
-        raise CheckpointError(f"{source}: does not fit this model: {said}{more}")
+        first = "; ".join(sorted(problems)[:3])
+        raise CheckpointError(f"{source}: does not fit this model: {first}{more}")
     for key, kind in kinds.items():
         if kind not in FLOATS:
             raise CheckpointError(f"{source}: {key} is {kind}, not floating point")

@@ -20,7 +20,7 @@ from stopmim.data.loading import steps_per_epoch
 
 About = dict[str, Any]  # run.json
 
-# Keys that a command may change on resume, at the cost of rounding, but nobody in run.json.
+# Keys that a command may change on resume, at the cost of rounding. Edits in run.json are refused.
 ROUNDING = frozenset(
     f"runtime.{name}"
     for name in (
@@ -92,7 +92,7 @@ def broken_seal(about: About) -> str:
     if "id" not in about and "check" not in about:  # of an old version
         return ""
     found, wanted = about.get("check"), _seal(about)
-    if found in (wanted, _seal(about, frozenset())):  # older ones sealed nothing of runtime.*
+    if found in (wanted, _seal(about, frozenset())):  # older versions did not seal runtime.*
         return ""
     return f"changed since it was written (check {found!r}, of its content {wanted!r})"
 
@@ -113,7 +113,7 @@ def is_free(key: str) -> bool:
 
 def changed_key(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first key that decides the numbers of a run and differs, with both values."""
-    default = dict(flatten(Config().model_dump(mode="json")))  # old ones may lack newer keys
+    default = dict(flatten(Config().model_dump(mode="json")))  # old configs may lack newer keys
     before, now = (default | dict(flatten(config)) for config in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if not is_free(key) and before.get(key) != now.get(key):
@@ -141,7 +141,7 @@ def rebuilt(state: Mapping[str, Any]) -> About | None:
 
 
 def foreign(about: About, state: Mapping[str, Any]) -> str | None:
-    """Why the checkpoint with this `state` is not of the run with this run.json, or None."""
+    """Reason why a checkpoint with this `state` is of another run than this run.json, or None."""
     config, own = state.get("config"), state.get("run")
     if not isinstance(about.get("config"), dict) or not isinstance(config, dict):
         return None  # not of a run; reported where it is needed

@@ -30,7 +30,7 @@ POLL = 1.0
 class Place(NamedTuple):
     """Current location of a claimed run; `problem` says what happened to it, or is ""."""
 
-    path: Path | None  # None: it is gone, or somebody else's
+    path: Path | None  # None: it is gone, or belongs to another process
     problem: str = ""
 
 
@@ -55,7 +55,7 @@ class Claim:
         self.thread.start()
 
     def write(self) -> None:
-        """Writes owner and time into run.lock; a heartbeat has the length of the one before."""
+        """Writes owner and time into run.lock; every heartbeat has the same length."""
         text = f"{json.dumps(self.owner | {'beat': now()})}\n".encode()
         os.pwrite(self.lock, text, 0)
         os.ftruncate(self.lock, len(text))
@@ -79,7 +79,7 @@ class Claim:
         owner = owner_of(self.path)
         mine = owner.get("claim", self.owner["claim"]) == self.owner["claim"]
         if not mine or not _is_same(self.path / "run.lock", self.lock):
-            return Place(None, f"{self.path}: was taken over by {_said(owner)}")
+            return Place(None, f"{self.path}: was taken over by {_described(owner)}")
         return Place(self.path)
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ def _locked(path: Path) -> int:
 
 
 def _lock(path: Path, handle: int) -> None:
-    """Takes the lock, or says who has it."""
+    """Takes the lock, or raises an error that names its owner."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,14 +192,15 @@ def refuse_if_used(path: Path) -> None:
 def _watch(path: Path) -> None:
     """Waits for a sign of life of an owner on another machine, whose lock may not reach here.
 
-    It is watched, not compared with the clock: clocks differ, and a job that lost its machine is
-    started on another one at once.
+    Its heartbeat is watched, not compared with the clock: clocks differ, and a job that lost its
+    machine is restarted on another one at once.
     """
     owner = owner_of(path)
     if not owner or owner.get("boot", boot_id()) == boot_id():  # then the lock itself decided
         return
     if "beat" in owner:  # an old version has none
-        say(f"{path}: claimed by {_said(owner)}; waits {WATCH:.0f} s for a sign of life from there")
+        who = _described(owner)
+        say(f"{path}: claimed by {who}; waiting {WATCH:.0f} s for a sign of life from there")
         until = time.monotonic() + WATCH
         while time.monotonic() < until:
             time.sleep(POLL)
@@ -207,7 +208,7 @@ def _watch(path: Path) -> None:
                 return  # it has ended
             if later != owner:
                 raise _in_use(path, later)
-    warn(f"{path}: no sign of life from {_said(owner)}; this process takes over")
+    warn(f"{path}: no sign of life from {_described(owner)}; this process takes over")
 
 
 def owner_of(path: Path) -> dict[str, Any]:
@@ -225,14 +226,14 @@ def owner_of(path: Path) -> dict[str, Any]:
     return {"text": text} if text else {}  # of an old version
 
 
-def _said(owner: dict[str, Any]) -> str:
+def _described(owner: dict[str, Any]) -> str:
     if "pid" not in owner:
         return str(owner.get("text", "another process"))[:200]
     return f"process {owner['pid']} on {owner.get('host')} since {owner.get('since')}"
 
 
 def _in_use(path: Path, owner: dict[str, Any]) -> RunInUseError:
-    what = f"in use by {_said(owner)}; wait for it or choose another --out"
+    what = f"in use by {_described(owner)}; wait for it or choose another --out"
     return RunInUseError(f"{path}: {what}")
 
 
@@ -244,7 +245,7 @@ def _is_same(path: Path, handle: int) -> bool:
 
 
 def _path_of(folder: int) -> Path | None:
-    """The path of an open folder, whatever it is called now; None if it is gone."""
+    """The current path of an open folder; None if it is gone."""
     try:
         path = Path(os.readlink(f"/proc/self/fd/{folder}"))
     except OSError:
@@ -253,7 +254,7 @@ def _path_of(folder: int) -> Path | None:
 
 
 def boot_id() -> str:
-    """Id of this boot of this machine, which tells machines of the same name apart."""
+    """Id of this boot of this machine: machines may have the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -55,8 +55,8 @@ class Log:
 class Metrics(Log):
     """metrics.jsonl, truncated to the step that a run resumes at.
 
-    Damaged lines before that stay where they are, to be seen; `logged` lines were there when the
-    checkpoint of that step was saved.
+    Damaged lines before that stay in place, visible; `logged` lines were there when the checkpoint
+    of that step was saved.
     """
 
     def __init__(self, path: Path, step: int, logged: int = 0) -> None:
@@ -65,7 +65,7 @@ class Metrics(Log):
         if not step and (reached := max((x for x in map(_step, lines) if x < math.inf), default=0)):
             warn(
                 f"{path}: nothing had been saved, or the disk of checkpoints/ is missing: begins "
-                f"again at its first update, and so does its log, which had reached {reached:.0f}"
+                f"again at its first update, as does its log, which had reached {reached:.0f}"
             )
         own = [i for i, line in enumerate(lines) if _step(line) <= step]
         upto = lines[: max(own[-1] + 1 if own else 0, logged)]
@@ -75,8 +75,8 @@ class Metrics(Log):
             write_whole(file, text)
         super().__init__(file, kept)
         self.count = self.count._replace(following=max(self.count.following, logged))
-        if said := lost_lines(file, logged):
-            warn(f"{path}: {said}; training goes on")
+        if lost := lost_lines(file, logged):
+            warn(f"{path}: {lost}; training continues")
 
 
 def _step(line: Line) -> float:
@@ -95,7 +95,7 @@ class BadFiles(Log):
         self.names = {str(line.tree["name"]) for line in lines if line.tree and "name" in line.tree}
 
     def add(self, bad: list[tuple[str, str]], *, usable: bool) -> None:
-        """Records the bad images of a batch; not `usable`: one could not be replaced either."""
+        """Records the bad images of a batch, which is not `usable` if one cannot be replaced."""
         new = {name: reason for name, reason in bad if name not in self.names}
         self.names |= new.keys()
         self.write(*({"name": name, "reason": reason} for name, reason in new.items()))
@@ -113,5 +113,5 @@ def lost_lines(path: Path, logged: int = 0) -> str:
     damaged, missing, following, _ = count_lines(parse_jsonl(path))
     missing += max(0, logged - following)
     counts = {"damaged": damaged, "missing": missing}
-    said = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
-    return f"{path.name}: {said} of {following + max(0, logged - following)} lines" if said else ""
+    lost = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
+    return f"{path.name}: {lost} of {following + max(0, logged - following)} lines" if lost else ""

@@ -16,7 +16,7 @@ def next_commands(run: Run) -> str:
     path = shlex.quote(str(run.path))
     measured, data = run.config.runtime.health_every != 0, run.about["data"]
     images = "" if measured else f" --data {shlex.quote(data['source'])}"
-    if data["images"] == 1:  # the health of a run is how images differ
+    if data["images"] == 1:  # health measures how images differ
         images = " --data FOLDER"
     evaluation = evaluation_command(run)
     lines = [f"stopmim doctor {path}{images}", f"stopmim report {path}"]
@@ -34,13 +34,13 @@ def evaluation_command(run: Run) -> str | None:
     words = ["stopmim", "eval", "suite", str(run.path), "--data"]
     if is_generated(source):  # not opened, since that renders them
         return shlex.join([*words, source])
-    if is_url(source):  # to look for labels may fetch everything
+    if is_url(source):  # looking for labels may fetch everything
         return None
     try:
         if not any(len(set(values.tolist())) > 1 for values in open_images(source).labels.values()):
             return None
         whole = next((data for data in (source, _around(source)) if _has_test(data)), None)
-    except UserError:  # they are gone, or no source but objects in memory
+    except UserError:  # they are gone, or were objects in memory
         return None
     words += [source, "--hold-out", HOLD_OUT] if whole is None else [whole]
     bad = run.path / "bad_files.jsonl"  # would end an evaluation
@@ -49,7 +49,7 @@ def evaluation_command(run: Run) -> str | None:
 
 
 def how_to_evaluate(run: Run) -> str:
-    """The command that evaluates a run, with a placeholder if its own images do not serve."""
+    """The command that evaluates a run, with a placeholder if its own images cannot be used."""
     try:
         own = evaluation_command(run)
     except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
@@ -59,7 +59,7 @@ def how_to_evaluate(run: Run) -> str:
 
 
 def _around(source: str) -> str:
-    """The folder around a training split, whose other folders may be its test split."""
+    """The parent of a training split, which may hold its test split too."""
     path = Path(source)
     return str(path.parent) if path.name == "train" and path.is_dir() else ""
 

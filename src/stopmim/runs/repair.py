@@ -1,7 +1,7 @@
 """Finds what is intact in a run directory, restores what can be, and moves the rest aside.
 
-Nothing is deleted but leftovers of killed processes: what is damaged goes to ``RUN/damaged/``. A
-run that could be repaired resumes with the same bits as one that was never damaged.
+Only leftovers of killed processes are deleted; damaged files go to ``RUN/damaged/``. A run that
+could be repaired resumes with the same bits as one that was never damaged.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Repair:
         # Names in a received run directory could forge lines.
         lines = [f"{verdict:8}  {visible(text)}" for verdict, text in self.found]
         if self.resumes_at is None:
-            end = "this run cannot be resumed: its config and data are not known any more"
+            end = "this run cannot be resumed: its config and data are lost"
         elif self.resumes_at and self.resumes_at == self.total:
             end = f"the run is finished, all {self.total:,} updates are done"
         elif self.resumes_at:
@@ -75,7 +75,7 @@ class Repair:
     # -------------------------------------------------------------------------- the parts
 
     def link(self) -> None:
-        """Refuses a link of checkpoints/ to those of another run: a repair would move them."""
+        """Refuses a checkpoints/ that links to another run's: a repair would move them."""
         folder, ids = self.path / "checkpoints", list[object]()
         if not folder.is_symlink() or not (own := _id(self.path)):
             return
@@ -88,10 +88,10 @@ class Repair:
             raise CheckpointError(f"{folder}: a link to another run's: {what}; remove the link")
 
     def lock(self) -> None:
-        """Moves a run.lock that is no regular file; `claimed` then deals with its owner."""
+        """Moves a run.lock that is not a regular file; `claimed` then deals with its owner."""
         file = self.path / "run.lock"
         if _is_odd(file):
-            self.aside(file, "is no regular file")
+            self.aside(file, "is not a regular file")
         elif owner_of(self.path):
             self.say("removed", "run.lock of a process that has ended")
 
@@ -128,7 +128,7 @@ class Repair:
         return intact
 
     def about(self, states: dict[Path, dict[str, Any]]) -> About | None:
-        """run.json as it is, or as the newest checkpoint that can restore it says."""
+        """run.json as it is, or restored from the newest checkpoint that can."""
         try:
             about = read_about(self.path)
             problem = "not as stopmim writes it" if not is_complete(about) else broken_seal(about)
@@ -152,7 +152,7 @@ class Repair:
         return None
 
     def strangers(self, about: About, states: dict[Path, dict[str, Any]]) -> None:
-        """Moves checkpoints of other runs, and says which is the newest of this one."""
+        """Moves checkpoints of other runs, and finds the newest one of this run."""
         self.resumes_at, self.total = 0, planned(about)
         for path, state in states.items():
             if other := foreign(about, state):
@@ -162,10 +162,10 @@ class Repair:
                 self.say("intact", f"checkpoints/{path.name}")
 
     def log(self, name: str, logged: int = 0) -> None:
-        """Moves damaged lines of a log, and says how many are missing, of at least `logged`."""
+        """Moves damaged lines of a log that had `logged` lines or more, and counts missing ones."""
         file = self.path / name
         if _is_odd(file):
-            self.aside(file, "is no regular file")
+            self.aside(file, "is not a regular file")
             return
         try:
             lines = parse_jsonl(file)
@@ -219,12 +219,12 @@ class Repair:
 
 
 def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
-    """Repairs the run directory `path`; `dry_run` only says how.
+    """Repairs the run directory `path`; `dry_run` only reports what it would do.
 
     Raises:
         RunInUseError: a process is training there.
         StorageError: it cannot be written to.
-        CheckpointError: it is no run, or its checkpoints/ leads to those of another.
+        CheckpointError: it is not a run, or its checkpoints/ links to those of another.
     """
     found = Repair(Path(path), dry_run)
     if not found.path.is_dir():
@@ -258,7 +258,7 @@ def _id(run: Path) -> str:
 
 
 def _is_odd(path: Path) -> bool:
-    """Whether something lies at `path` that is no regular file."""
+    """Whether something at `path` is not a regular file."""
     try:
         return not stat.S_ISREG(path.lstat().st_mode)
     except OSError:

@@ -89,9 +89,9 @@ class Run:
     def lost_lines(self) -> list[str]:
         """Damaged and missing lines of the logs, a description per log."""
         logged = [checkpoint.lines_logged(path) for path in checkpoint.steps(self.path)[-1:]]
-        said = [lost_lines(self.path / "metrics.jsonl", *logged)]
-        said += [lost_lines(self.path / name) for name in ("results.jsonl", "bad_files.jsonl")]
-        return [line for line in said if line]
+        lost = [lost_lines(self.path / "metrics.jsonl", *logged)]
+        lost += [lost_lines(self.path / name) for name in ("results.jsonl", "bad_files.jsonl")]
+        return [line for line in lost if line]
 
     def model(self) -> MaskedImageModel:
         return checkpoint.load_model(self.path)
@@ -106,7 +106,7 @@ class Run:
 def begin(
     path: Path, config: Config, source: str, reader: Reader, device: torch.device, ranks: int = 1
 ) -> None:
-    """Writes run.json, or checks that the run there is this one and records the restart."""
+    """Writes run.json; for an existing run, checks that it is the same and records the restart."""
     images = reader.images
     sweep(path)  # under the lock
     file = path / "run.json"
@@ -127,12 +127,12 @@ def begin(
     folder = _folder_to_save_to(path)
     saved = any(folder.glob("step-*"))
     if file.exists() and not saved and _differs(path, config, images):
-        bad = path / "bad_files.jsonl"  # of those other images
+        bad = path / "bad_files.jsonl"  # of the other images
         if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
             raise UserError(
                 f"{bad}: data.skip is the list of this run itself; choose another --out"
             )
-        say(f"{path}: begins anew, with another config or other images; nothing had been saved")
+        say(f"{path}: starts over with another config or other images; nothing had been saved")
         file.unlink()
         remove(bad)
     if file.exists():
@@ -156,7 +156,7 @@ def begin(
 
 
 def _folder_to_save_to(path: Path) -> Path:
-    """Refuses, before anything is trained, what nothing could be saved to or loaded from."""
+    """The folder of checkpoints; raises an early error if nothing could be saved or loaded."""
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:  # safetensors writes such a file, and cannot read it
@@ -194,16 +194,16 @@ def _same_content(path: Path, sample: object, reader: Reader) -> None:
     if found and (gone := sorted(known.keys() - found.keys())):
         name = reader.images.name(gone[0])
         warn(
-            f"{path}: {len(gone)} of {len(known)} images that were looked at could be read at the "
-            f"first start and cannot any more, such as {name}; training replaces them"
+            f"{path}: {len(gone)} of {len(known)} sampled images could be read at the first start "
+            f"and no longer can, such as {name}; training replaces them"
         )
     changed = [i for i, digest in found.items() if known[i] != digest]
     if changed:
         compare = f"stopmim check DATA --against {quote(str(path))}"
         raise DataError(
-            f"{path}: {len(changed)} of {len(found)} images that were looked at have another "
-            f"content than at the first start, such as {reader.images.name(changed[0])}; put them "
-            f"back, or choose another --out; {compare} compares all"
+            f"{path}: {len(changed)} of {len(found)} sampled images have changed since the first "
+            f"start, such as {reader.images.name(changed[0])}; put them back, or choose another "
+            f"--out; {compare} compares all"
         )
 
 
@@ -218,7 +218,7 @@ def set_threads(path: Path, wanted: int | None) -> None:
 def git_state() -> str | None:
     """Commit of this package's source, with a + if tracked files have changed since.
 
-    None where git does not track this file, as in a .venv inside another repository.
+    None if git does not track this file, as in a .venv inside another repository.
     """
 
     def git(*words: str) -> str:
@@ -228,7 +228,7 @@ def git_state() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)
-        # Untracked files do not count: the run itself may lie in there.
+        # Untracked files do not count: the run itself may be one of them.
         is_changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+" if is_changed else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run while it trains: atomically, in a thread.
 
 A checkpoint is written to a temporary folder, synced and renamed, so that a kill never leaves half
-of one. A run directory that was moved or removed meanwhile ends the run, after a save to where it
+of one. If the run directory was moved or removed meanwhile, the run ends after a save to where it
 is now, or to a new directory beside it.
 """
 
@@ -56,8 +56,8 @@ class Saver:
     """Saves the checkpoints of a run while it trains; survives a disk that is full for a while.
 
     `save` copies the state on its device, which is quick. A thread brings the copy to the host and
-    writes it, one at a time. Training waits for the last one of a run, and where tensors are
-    sharded or a copy does not fit into memory.
+    writes it, one at a time. Training waits for the last save of a run, and for every save if
+    tensors are sharded or a copy does not fit into memory.
     """
 
     run: Path
@@ -66,14 +66,14 @@ class Saver:
     scaler: torch.amp.GradScaler | None
     config: Config
     writes: bool = True  # one rank writes; the others take part in gathering sharded tensors
-    guard: Tensor | None = None  # of updates that are skipped
-    failed: int = 0  # saves in a row
-    log: Log | None = None  # metrics.jsonl: a checkpoint knows how many lines it had
+    guard: Tensor | None = None  # state of train.guard
+    failed: int = 0  # failed saves in a row
+    log: Log | None = None  # metrics.jsonl: a checkpoint records how many lines it had
 
     about: About = field(init=False)  # run.json, which a checkpoint is bound to
-    thread: Thread | None = field(init=False, default=None)  # that writes, or has written,
-    step: int = field(init=False, default=0)  # the checkpoint of this step,
-    error: BaseException | None = field(init=False, default=None)  # and why it could not
+    thread: Thread | None = field(init=False, default=None)  # writes the last checkpoint
+    step: int = field(init=False, default=0)  # of the last checkpoint
+    error: BaseException | None = field(init=False, default=None)  # that the thread met
     began: float = field(init=False, default_factory=time.monotonic)  # the last save, or training
     roomy: bool = field(init=False, default=False)  # a copy has fitted into memory
     staged: Staged | None = field(init=False, default=None)  # pieces that other ranks have written
@@ -81,12 +81,12 @@ class Saver:
     def __post_init__(self) -> None:
         try:
             self.about = read_about(self.run) if self.writes else {}
-        except CheckpointError:  # there is none: a saver by itself
+        except CheckpointError:  # there is no run.json: a saver without a run
             self.about = {}
 
     @property
     def is_due(self) -> bool:
-        """Whether the clock asks for a save; it has no say if `runtime.save_every` is a number."""
+        """Whether the clock asks for a save; never if `runtime.save_every` is a number."""
         by_clock = self.config.runtime.save_every is None and self.thread is None
         return by_clock and time.monotonic() - self.began >= SECONDS
 
@@ -98,7 +98,7 @@ class Saver:
         """
         self.finish()
         self.step, self.began = step, time.monotonic()
-        # Before ranks write their pieces: nothing may be written to where the run is no more.
+        # Before ranks write their pieces: nothing may be written where the run no longer is.
         place = place_of(self.run)
         where = self.run if place.path == self.run else self._elsewhere(place)
         states = live(self.model, self.optimizer)
@@ -117,7 +117,7 @@ class Saver:
         about |= {"run": binding(self.about)}
         about |= {"logged": self.log.logged} if self.log else {}
         about |= {} if self.guard is None else {"guard": self.guard.tolist()}
-        os.umask(mask := os.umask(0))  # not in the thread: for a moment it holds for all of them
+        os.umask(mask := os.umask(0))  # not in the thread: it changes for the whole process
         device = next(iter(states[0].values())).device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         what = (where, copy or states, ready, about, 0o666 & ~mask)
@@ -129,14 +129,14 @@ class Saver:
             try:
                 self.finish(final=final)
             except StorageError:
-                if sharded or not place_of(self.run).problem:  # the other ranks have gone on
+                if sharded or not place_of(self.run).problem:  # other ranks have continued
                     raise
-                self.save(step, final=final)  # it was moved or removed at that moment
+                self.save(step, final=final)  # the run was moved or removed during the save
 
     def _elsewhere(self, place: Place) -> Path:
         """The folder to save to: where the run was moved to, or a new one beside its old path.
 
-        If the folder that it was in is gone too, the next one up that is there.
+        If its parent is gone too, the new one is in the nearest folder above that exists.
         """
         if place.path is not None:
             return place.path
@@ -165,7 +165,7 @@ class Saver:
         raise StorageError(f"{place.problem}; saved step {self.step} in {where}: {how}")
 
     def finish(self, *, final: bool = False, wait: bool = True) -> None:
-        """Waits for the save in flight and warns if it failed; unless `wait`, only if it is over.
+        """Waits for the save in flight, and warns if it failed; without `wait`, only if it is over.
 
         Raises:
             StorageError: it failed, and is `final` or the third in a row.
@@ -196,7 +196,7 @@ class Saver:
         """Copies on the same device, or None if memory has no room for them."""
         tensors = [x for state in states for x in state.values()]
         device = tensors[0].device
-        # torch keeps the memory of the last copy on a GPU: there only seems to be less.
+        # torch keeps the memory of the last copy on a GPU, so less seems free than is.
         if not (self.roomy and device.type == "cuda") and not has_room(tensors, device):
             return None
         weights, slots = map(cloned, states)
@@ -224,7 +224,7 @@ class Saver:
         folder, step = run / "checkpoints", about["step"]
         temporary = folder / f"{TEMPORARY}{step:08d}-{uuid4().hex}"
         sweep(run)
-        folder.mkdir(exist_ok=True)  # not `run` itself, which somebody has removed if it is gone
+        folder.mkdir(exist_ok=True)  # not `run` itself: if it is gone, somebody has removed it
         temporary.mkdir()
         try:
             faultpoint("save.begin")
@@ -264,7 +264,7 @@ class Saver:
         sync(temporary)
         faultpoint("save.synced")
         if run == self.run and place_of(run).path != run:
-            raise OSError(errno.ESTALE, "the run directory is not the one that it was")
+            raise OSError(errno.ESTALE, "the run directory is another one than before")
         if final.exists() or final.is_symlink():  # damaged, or the run would have resumed from it
             os.rename(final, aside := final.with_name(f"{TEMPORARY}{uuid4().hex}"))
             remove(aside)

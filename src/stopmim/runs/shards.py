@@ -1,13 +1,13 @@
 """Checkpoints in pieces: every rank writes what it holds, and any number of ranks can read it.
 
 `model.safetensors` and `optimizer.safetensors` hold the pieces of rank 0, `model.1.safetensors` and
-`optimizer.1.safetensors` those of rank 1, and so on. A tensor is its pieces one after the other,
+`optimizer.1.safetensors` those of rank 1, and so on. A tensor is the concatenation of its pieces
 along the first dimension, as FSDP2 cuts it. Ranks other than 0 write to a folder of their own, from
-which rank 0 moves the files into the checkpoint before that is sealed: a kill in between leaves the
-checkpoint before.
+which rank 0 moves the files into the checkpoint before that is sealed: after a kill in between, the
+previous checkpoint is the newest.
 
-A checkpoint may be a received one, with a manifest that confirms anything: only files that it lists
-are read, and what the optimizer's kernels would take for granted of a tensor is checked here.
+A checkpoint may come from elsewhere, with a manifest that confirms anything: only files that it
+lists are read, and whatever the optimizer's kernels assume about a tensor is checked here.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ def local(states: tuple[State, State]) -> tuple[State, State]:
 def stage(run: Path, states: tuple[State, State], bad: str | None) -> Staged:
     """Writes the pieces of all ranks but the first into the `run` that rank 0 names.
 
-    Every rank must call it. `bad` names a tensor of this rank that is not finite; all ranks learn
-    of it.
+    Every rank must call it. `bad` names a tensor of this rank that is not finite; the result has
+    one of any rank.
     """
     folder, rank = run / "checkpoints" / STAGING, dist.get_rank()
     if rank == 0:
@@ -103,7 +103,7 @@ def sweep(run: Path) -> None:
 def read(
     checkpoint: Path, name: str, reader: Callable[[Path], State] = load_file
 ) -> Mapping[str, Tensor]:
-    """The whole tensors of the model or the optimizer, each put together when it is asked for."""
+    """The whole tensors of the model or the optimizer, each assembled on access."""
     try:
         listed = json.loads(read_regular(checkpoint / "manifest.json"))["files"].keys()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -115,7 +115,7 @@ def read(
 
 
 def unlisted(checkpoint: Path, listed: Container[str]) -> Path | None:
-    """A file that could pass for a piece of `checkpoint`, but is not `listed`; None without one."""
+    """A file named like a piece of `checkpoint` that is not `listed`, if there is one."""
     found = (file for name in NAMES for file in checkpoint.glob(f"{name}.*safetensors"))
     return next((file for file in sorted(found) if file.name not in listed), None)
 
@@ -128,9 +128,9 @@ def finite(x: Tensor, name: str, source: str) -> Tensor:
 
 
 def slot_of(slots: Mapping[str, Tensor], name: str, parameter: Tensor, source: str) -> Tensor:
-    """The slot `name`, as AdamW would have it for `parameter`; raises CheckpointError if it is not.
+    """The slot `name`; raises CheckpointError unless it is one that AdamW has for `parameter`.
 
-    AdamW does not check it: a slot that is too small makes its kernel write behind the end.
+    AdamW itself does not check: with a slot that is too small, its kernel writes past the end.
     """
     source = f"{source}: optimizer.safetensors"
     is_step = name.endswith("/step")
@@ -138,9 +138,9 @@ def slot_of(slots: Mapping[str, Tensor], name: str, parameter: Tensor, source: s
     value = slots.get(name)
     have = None if value is None else (value.dtype, tuple(value.shape))
     if value is None or have != want:
-        said = "missing" if have is None else f"{have[0]} {have[1]}"
+        got = "missing" if have is None else f"{have[0]} {have[1]}"
         raise CheckpointError(
-            f"{source}: {name} is {said}, the optimizer has {want[0]} {want[1]}; {ADVICE}"
+            f"{source}: {name} is {got}, the optimizer has {want[0]} {want[1]}; {ADVICE}"
         )
     if not name.endswith("/exp_avg") and (value < 0).any():
         raise CheckpointError(f"{source}: {name} is below 0; {ADVICE}")
@@ -148,7 +148,7 @@ def slot_of(slots: Mapping[str, Tensor], name: str, parameter: Tensor, source: s
 
 
 class Whole(Mapping[str, Tensor]):
-    """Tensors out of the pieces of all ranks, which are read from disk on use."""
+    """Tensors assembled from the pieces of all ranks, which are read from disk on use."""
 
     def __init__(self, pieces: list[State], source: str) -> None:
         self.pieces, self.source = pieces, source
@@ -161,9 +161,9 @@ class Whole(Mapping[str, Tensor]):
             return found[0]
         # torch would raise an error of its own, or convert them to a common dtype.
         if len({(x.dtype, x.shape[1:]) for x in found}) > 1 or not all(x.ndim for x in found):
-            said = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in found[:3])
+            kinds = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in found[:3])
             raise CheckpointError(
-                f"{self.source}: pieces of {name[:80]} do not fit: {said}; {ADVICE}"
+                f"{self.source}: pieces of {name[:80]} do not fit: {kinds}; {ADVICE}"
             )
         return torch.cat(found)
 

@@ -1,8 +1,8 @@
 """The verdict of results on an encoder: above, below, or not distinguishable from random init.
 
-A line is one of results.jsonl. Numbers are in percent where `unit` says so. The verdict rests on
-the interval of the difference to random init alone, never on the size of the difference. Every
-table, page, card and diagnosis takes its words from here. A line may hold anything.
+A line is one of results.jsonl, and may hold anything. Numbers are in percent where `unit` says so.
+The verdict depends only on the interval of the difference to random init, never on the size of the
+difference. Every table, page, card and diagnosis takes its words from here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from stopmim.base.files import number
 
 Line = Mapping[str, Any]
 
-LEVEL = 99  # percent of an interval of a difference: a suite asks some ten questions at once
+LEVEL = 99  # percent, of the interval of a difference: a suite asks about ten questions at once
 RANDOM_INIT = "random init"
 ABOVE, EQUAL, BELOW = "above", "not distinguishable from", "below"
 SHARES = ("value", "low", "high", "random_init", "a", "b")  # fractions in lines of old versions
@@ -52,8 +52,8 @@ def difference(line: Line) -> tuple[float, float, float] | None:
         return found, low, high
     if own_low is None or own_high is None:
         return None
-    # Without paired answers only the interval of the value is known, at 95 %. Random init
-    # has another as wide, and 99 % are wanted: sqrt(2) * 1.31 is less than 2.
+    # Without paired answers only the interval of the value is known, at 95 %. That of random init
+    # is as wide, and 99 % are wanted: sqrt(2) * 1.31 is less than 2.
     half = own_high - own_low
     return found, found - half, found + half
 
@@ -121,10 +121,10 @@ class Tally(NamedTuple):
 
 
 def tallies(lines: Sequence[Line]) -> list[Tally]:
-    """The verdicts on `lines` counted, for each data set by itself.
+    """Counts of the verdicts on `lines`, per data set.
 
-    Numbers chosen on the test split count only where there are no others, and of tracking only
-    J&F, which sums up the rest.
+    Numbers chosen on the test split count only if there are no others. Of tracking only J&F counts,
+    which sums up the rest.
     """
     groups: dict[str, list[Line]] = {}
     for line in newest(lines):
@@ -139,7 +139,7 @@ def tallies(lines: Sequence[Line]) -> list[Tally]:
 
 
 def resolution(lines: Sequence[Line]) -> list[str]:
-    """A sentence on what the intervals could not show, if a verdict is that there is nothing."""
+    """A sentence on the resolution of the intervals, if one shows no difference; else none."""
     open_ones = [line for line in lines if word(line) == EQUAL]
     halves = sorted((d[2] - d[1]) / 2 for line in open_ones if (d := difference(line)))
     if not halves:

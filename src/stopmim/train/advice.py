@@ -1,4 +1,4 @@
-"""What is said about a run before it starts: the choice, objections, alternatives.
+"""Advice about a run before it starts: the preset that is chosen, objections, alternatives.
 
 `pretrain` without a preset, and `check`, make the same choice: see plan.py.
 """
@@ -53,7 +53,7 @@ def settle(
     out: Path,
     ranks: int,
 ) -> Config:
-    """The config of a run on `images`; says what was chosen, and what speaks against it."""
+    """The config of a run on `images`; prints the preset it chose, and warnings."""
     known, resumed = known_preset(preset), (out / "run.json").exists()
     slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
     fixed = resumed if preset is None else not known or not (known.scales or slow)
@@ -97,7 +97,7 @@ def refuse_hopeless(
 
 
 def _flops(config: Config, device: torch.device) -> float:
-    """Operations of an update."""
+    """Floating-point operations of an update."""
     return cost.work(config, device).flops * config.optim.batch_size
 
 
@@ -112,38 +112,38 @@ def _kept_options(changes: Mapping[str, Any], device: torch.device) -> list[str]
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What a person should know before the run starts, one line each."""
+    """Warnings about a planned run, one line each."""
     config, facts, on_cpu = plan.config, plan.facts, plan.device.type == "cpu"
-    said, size, suits = list[str](), config.image_size, choose(facts, plan.device)
+    lines, size, suits = list[str](), config.image_size, choose(facts, plan.device)
     if not plan.per_epoch:
         return [f"{facts.count} images do not fill one batch of {config.optim.batch_size}"]
     known = PRESETS.get(plan.preset)
     if on_cpu and known and known.needs.hardware != "CPU":
-        said.append(
+        lines.append(
             f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "
             f"here; --preset {suits} is for CPUs"
         )
-    parts = config.data.crop_pixels is not None  # are seen as they are
-    if min(facts.side, DETAIL) >= 2 * size and not parts:
+    keeps_detail = config.data.crop_pixels is not None  # crops parts of images, hardly reduced
+    if min(facts.side, DETAIL) >= 2 * size and not keeps_detail:
         finer = "photos_s16 on a GPU" if on_cpu else suits
-        said.append(
+        lines.append(
             f"images of {facts.side} px are reduced to {size} px, and fine detail is lost; "
             f"--preset {finer} keeps more"
         )
     if plan.updates < FEWEST:
         enough = -(-ENOUGH // plan.per_epoch)
-        said.append(
+        lines.append(
             f"{plan.updates:,} updates are too few to learn from; try --optim.epochs {enough}"
         )
-    if not parts and facts.side > (8 if facts.count < 10 else 16) * DETAIL:
-        said.append(
+    if not keeps_detail and facts.side > (8 if facts.count < 10 else 16) * DETAIL:
+        lines.append(
             f"images of {facts.side:,} px: train on parts of them with --data.crops_per_image 1024 "
             f"--data.crop_pixels '[{size}, {4 * size}]'"
         )
-        return said
+        return lines
     reading = facts.read_seconds * config.optim.batch_size / max(1, facts.workers)
     if facts.side > 4 * DETAIL and reading > plan.seconds / plan.updates / 2:
-        said.append(
+        lines.append(
             f"reading images of {facts.side} px takes most of the time; copies with a shorter side "
             f"of {2 * DETAIL} px are read many times as fast"
         )
@@ -154,14 +154,14 @@ def warnings(plan: Plan) -> list[str]:
             else "pretrain DATA --preset continue_b16 --init FILE --out RUN"
         )
         few = "1 image is" if facts.count == 1 else f"{facts.count:,} images are"
-        said.append(
+        lines.append(
             f"{few} few to learn from: expect little over random init; a "
             f"public encoder may serve better (docs/encoders.md): stopmim {better}"
         )
-    return said
+    return lines
 
 
-# ------------------------------------------------------------------------------ saying it
+# ------------------------------------------------------------------------------ printing it
 
 
 def recommend(data: str, plan: Plan, chosen: bool) -> str:
@@ -178,7 +178,7 @@ def recommend(data: str, plan: Plan, chosen: bool) -> str:
 
 
 def _reason(plan: Plan) -> str:
-    """Why this preset was chosen, to follow what it was chosen for."""
+    """Reason why this preset was chosen, as the end of a sentence."""
     if plan.device.type == "cpu":
         return ": without a GPU, a small network on small crops"
     size = plan.config.image_size
@@ -189,7 +189,7 @@ def _reason(plan: Plan) -> str:
 def _alternatives(plan: Plan) -> list[tuple[str, Plan]]:
     """A faster and a better run than the recommended one."""
     epochs = plan.config.optim.epochs
-    fewest = -(-FEWEST // plan.per_epoch)  # of which `warnings` does not complain
+    fewest = -(-FEWEST // plan.per_epoch)  # epochs that `warnings` accepts
     found, shorter = list[tuple[str, Plan]](), max(fewest, epochs // ALTERNATIVE)
     if shorter < epochs:
         found.append(("faster, for a first look", _with(plan, {"optim.epochs": shorter})))

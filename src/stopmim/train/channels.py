@@ -25,7 +25,7 @@ SETTLED = tuple(
 def settle_channels(
     config: Config, changes: Mapping[str, Any], images: Images, out: Path, world: World
 ) -> dict[str, Any]:
-    """The `changes` of config keys, with what the images decide added to them.
+    """The `changes` of config keys, plus the keys that the images decide.
 
     A run that is resumed keeps what it began with. Rank 0 measures for all.
     """
@@ -60,20 +60,20 @@ def _settled(config: Config, seen: Form, normalise: str, images: Images) -> dict
     if not seen.is_rgb:
         found |= {"channels": seen.channels, "kind": seen.kind}
         found["channel_names"] = data.channel_names or seen.names or None
-    said = "as the config states"
+    origin = "as the config states"
     if None in (data.low, data.high, data.mean, data.std):
         stats, count = measure(images, seen, config)
         for key in ("low", "high", "mean", "std"):
             found[key] = getattr(data, key) or getattr(stats, key)
-        said = f"measured on {count:,} image{'s' * (count != 1)}"
+        origin = f"measured on {count:,} image{'s' * (count != 1)}"
     how = "each image by its own" if normalise == "per-image" else "by the"
     if is_first_rank():
-        say(f"{seen}; normalised {how} mean and deviation per channel, {said}")
+        say(f"{seen}; normalised {how} mean and deviation per channel, {origin}")
     return {f"data.{key}": value for key, value in found.items() if value is not None}
 
 
 def _refuse_other(config: Config, seen: Form) -> None:
-    """Raises DataError if the config says that the images are something else."""
+    """Raises DataError if the config states other channels than the images have."""
     data = config.data
     stated = Form(data.channels or seen.channels, data.kind or seen.kind)
     if not stated.is_like(seen):

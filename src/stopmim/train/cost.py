@@ -1,4 +1,4 @@
-"""Time and memory that a run takes on the machine at hand, before it starts.
+"""Estimates of the time and memory that a run takes on this machine, before it starts.
 
 Memory follows from the shapes of the network. Time is measured: an update or two on random images,
 and a few images read from the data set.
@@ -34,7 +34,7 @@ from stopmim.train.step import Part, build_step, is_recorded, recorded
 
 SAMPLE = 16  # images that are read to see their size and how long reading takes
 TRIAL_FLOPS = {"cpu": 5e10, "cuda": 1e14}  # of a trial update: about a second
-ROUNDS = 3  # updates that are timed; the fastest counts, since others may have been disturbed
+ROUNDS = 3  # timed updates; the fastest counts, since others may have been disturbed
 # Numbers that autograd keeps per token, channel and block; counted for every preset: 15 to 20.
 KEPT = 20
 PROCESS = 400 * 2**20  # bytes of Python with torch, on a CPU
@@ -86,7 +86,7 @@ def work(config: Config, device: torch.device) -> Work:
     sizes = sampler.sizes(config.seed, likeliest_step(config))
     masks = sampler.draw(1, torch_generator("shapes"), sizes)  # only their shapes matter
     (targets, _, k), c = masks.targets.shape, masks.context.shape[1]
-    read = targets * (c + k)  # tokens of the predictor: each target apart
+    read = targets * (c + k)  # tokens of the predictor, which sees each target separately
     width, depth = config.predictor.width, config.predictor.depth or size.predictor_depth
     encoder = size.depth * (4 + 2 * size.mlp_ratio) * size.width**2  # parameters
     # The patches of a picture are a hundredth of that, and not counted; those of many channels are.
@@ -121,7 +121,7 @@ def free_memory(device: torch.device) -> float:
 def seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
     """Measures an update on `device` and adds the time to read its images.
 
-    Nothing is compiled, which would take longer than the measurement; so a GPU is faster later.
+    Nothing is compiled, which would take longer than the measurement: a GPU will be faster.
     """
     batch = config.optim.batch_size
     most = max(1, int(TRIAL_FLOPS[device.type] / work(config, device).flops))

@@ -62,7 +62,7 @@ class World:
         return values
 
     def answer(self) -> None:
-        """Tells the others that this rank is there, if they ask since another one is not."""
+        """Tells the other ranks that this one is alive: they ask when one does not answer."""
         if self.store is not None:
             with contextlib.suppress(RuntimeError, TimeoutError):  # gone, or silent, with rank 0
                 within(GRACE, partial(self.store.set, f"here/{self.rank}", ""))
@@ -137,7 +137,7 @@ def _join() -> World:
 
 
 def _on_rank_0(text: str) -> UserError:
-    """An error that every rank finds by itself, with its message on rank 0 only."""
+    """An error that every rank finds by itself; only rank 0 prints its message."""
     return UserError(text if is_first_rank() else "")
 
 
@@ -190,7 +190,7 @@ def _first_failure(world: World, error: BaseException) -> BaseException:
 
 
 def _leave_note(store: Store, rank: int, code: int) -> bytes:
-    """Who has failed first, and with which code; this rank, if no other has said so."""
+    """Notes the failure of this rank, and returns the note of the rank that failed first."""
     store.set_timeout(datetime.timedelta(seconds=GRACE))
     note = store.compare_set("failed", "", f"{rank} {code}")
     store.set(f"here/{rank}", "")
@@ -209,7 +209,7 @@ def _missing(world: World, key: str, seconds: float) -> list[int]:
 
 
 def agree(world: World, config: Config, images: str) -> None:
-    """Raises UserError if a rank has another config, other code, or images of other fingerprint."""
+    """Raises UserError if a rank has another config, other code, or other images."""
     states = world.gather(git_state())
     known = next((state for state in states if state is not None), None)
     # A rank without git, or with one that took too long, cannot say that it has other code.

@@ -1,4 +1,4 @@
-"""Everything an update is made from: images, masks and noise of its step, part by part.
+"""Inputs of an update: images, masks and noise of its step, part by part.
 
 Every random number of step `i` is keyed by (seed, i), so that a resumed run draws what an
 uninterrupted one would have drawn, on any number of GPUs.
@@ -36,7 +36,7 @@ class Draws:
         parts: the images of this rank, as slices of the global batch.
         bad_files: ends the run where an image can neither be read nor replaced.
         amp: dtype in which noise will be multiplied; None is float32.
-        beside: where images and masks are prepared: a CUDA stream beside that of the update.
+        beside: context in which images and masks are prepared: a CUDA stream of their own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Draws:
         self.bad: list[tuple[str, str]] = []  # unreadable images met so far, with the reason
 
     def at(self, step: int) -> Iterator[Part]:
-        """Batch and noise of every part, each drawn when it is asked for."""
+        """Yields batch and noise of every part, drawn when it is asked for."""
         config = self.config
         sizes = self.sampler.sizes(config.seed, step)
         with self.beside():
@@ -69,7 +69,7 @@ class Draws:
             with self.beside():
                 images = normalise(self._pixels(next(self.batches)), self.stats)
                 batch = self.model.target.batch(images, own, sizes and sizes.target)
-            # Not beside: its few kernels fill the whole GPU and would delay the update's.
+            # On the stream of the update: these few kernels fill the GPU and would delay others.
             noise = draw_noise(self.model.predictor, own, part, config, step, self.dtype)
             yield batch, noise
 
@@ -106,7 +106,7 @@ def draw_noise(
             of_masked.append(noise.masked[:, own])
         if noise.context is not None:
             of_context.append(noise.context[own])
-    # Concatenated first and then rounded, if at all: one kernel less per chunk.
+    # Concatenated first and then rounded, if at all: one kernel fewer per chunk.
     return Noise(
         torch.cat(of_masked, dim=1).to(dtype) if of_masked else None,
         torch.cat(of_context).to(dtype) if of_context else None,

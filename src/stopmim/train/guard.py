@@ -1,8 +1,8 @@
-"""Skips updates that would do harm: not finite, or far above what is usual.
+"""Skips updates that would do harm: not finite, or far above the usual.
 
-The decision is made on the device, where reading a number would wait, from values that are the same
-on every rank. What it rests on is part of the checkpoint, so that a resumed run skips the same
-updates.
+The decision is made on the device, since reading a number would wait for it, and from values that
+are the same on every rank. Its state is part of the checkpoint, so that a resumed run skips the
+same updates.
 """
 
 import reprlib
@@ -17,7 +17,7 @@ from stopmim.config.schema import OptimConfig
 from stopmim.runs.shards import ADVICE
 
 MOST = 10  # skipped updates in a row, after which the run ends
-USUAL = 50  # updates that the running means look back on, and that are made before one can spike
+USUAL = 50  # updates that running means look back on; before that many, nothing counts as a spike
 
 
 class Guard:
@@ -35,7 +35,7 @@ class Guard:
         return self.state[4].float()
 
     def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether to skip the update, and whether to end the run; counts it.
+        """Counts the update; returns whether to skip it, and whether to end the run.
 
         `finite` may hold for an infinite norm, where loss scaling skips the update by itself.
         """
@@ -56,10 +56,10 @@ class Guard:
         return skip, over if self.skips_nonfinite else over | ~finite
 
     def load(self, about: dict[str, Any], source: str) -> None:
-        """Takes the state that state.json has; without one, of an old version, it starts anew.
+        """Loads the state from state.json; one of an old version has none, and it starts afresh.
 
         Raises:
-            CheckpointError: it is not one that a guard can have.
+            CheckpointError: the state is not one that a guard can have.
         """
         found = about.get("guard", [0.0] * 5)
         most = sys.float_info.max  # NaN, Infinity and integers of any length are JSON for Python

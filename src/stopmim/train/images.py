@@ -1,4 +1,4 @@
-"""Opens the images of a run, and says what is wrong with them in terms of the run."""
+"""Opens the images of a run, and explains errors in terms of the run."""
 
 from pathlib import Path
 
@@ -27,5 +27,5 @@ def open_for_run(data: str | Path | Images, config: Config, path: Path) -> tuple
         if not (path / "run.json").exists():
             raise
         begun = Run(path).about["data"]["source"]
-        what = f"the run there is of {begun}, or has another list"
+        what = f"the run there is trained on {begun}, or with another list"
         raise DataError(f"{path}: {error}; {what}: choose another --out") from None

@@ -7,6 +7,7 @@ run that was killed and resumed equals one that was not.
 import contextlib
 import math
 import traceback
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def train(
         received.nothing_to_save = True
         while step < total:
             ### One update
-            run.step, run.function.settled = step, True  # what is lost from here on can be saved
+            run.step, run.function.settled = step, True  # a failure from here on can be saved
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
             values = None
@@ -152,7 +153,7 @@ def train(
             except Exception as error:
                 if not can_halve(run, error):
                     raise
-            if values is None:  # outside, since the error holds on to memory
+            if values is None:  # outside `except`, since the error holds on to memory
                 run.halve()
                 draws = run.draws(bad_files)
                 continue
@@ -170,12 +171,12 @@ def train(
             # Gathering synchronises all ranks. But launchers wait only half a minute for a run
             # that was told to end: too short for many slow updates.
             if log or save or slow or world.size == 1:
-                told = (received[:1], draws.bad, clock.seconds, run.saver.is_due)
-                numbers, found, seconds, due = zip(*world.gather(told), strict=True)
-                number = max((n for some in numbers for n in some), default=0)
+                own = (received[:1], draws.bad, clock.seconds, run.saver.is_due)
+                numbers, bad, seconds, due = zip(*world.gather(own), strict=True)
+                number = max(chain(*numbers), default=0)
                 slow = max(seconds) > SLOW
                 if world.first:
-                    bad_files.add([entry for some in found for entry in some], usable=True)
+                    bad_files.add(list(chain(*bad)), usable=True)
                 draws.bad.clear()
                 save |= number > 0 or due[0]  # by the clock of rank 0
             run.saver.finish(wait=False)  # reports one that has failed
@@ -185,7 +186,7 @@ def train(
             if log:
                 line: dict[str, Any] = {"step": step, "epoch": step / run.per_epoch}
                 line |= logged(run.model, now)
-                # JSON has no infinity, which a gradient scaled for fp16 is at times, and no NaN.
+                # JSON has neither NaN nor infinity; gradients scaled for fp16 overflow at times.
                 seen = {name: float(value) for name, value in values.items()}
                 line |= {name: value for name, value in seen.items() if math.isfinite(value)}
                 if (skipped := int(seen.get("skipped", 0))) > run.skipped:
@@ -209,7 +210,7 @@ def train(
                     number = received[0]
             if number and step < total:
                 run.saver.finish(final=True)
-                world.gather(None)  # a rank that leaves before rank 0 has saved gets it killed
+                world.gather(None)  # were a rank to exit earlier, rank 0 would be killed mid-save
                 raise InterruptedRunError(number, f"{path}: stopped and saved at step {step}")
             if step == stop_at:
                 return
@@ -241,7 +242,7 @@ class _Training:
         if world.first:
             begin(path, config, source, reader, device, world.size)
         if lost := getattr(images, "unreadable", []):
-            say(f"{source}: {len(lost)} folders or files cannot be read in full, as {lost[0]}")
+            say(f"{source}: {len(lost)} folders or files cannot be read in full, such as {lost[0]}")
         self.health_every = due_every(config)
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
@@ -267,11 +268,11 @@ class _Training:
         self.metrics = Metrics(path, self.step, logged) if world.first else None
         guard = step.guard.state if step.guard else None
         self.saver = Saver(
-            *(path, model, optimizer, step.scaler, config, world.first, guard), log=self.metrics
+            path, model, optimizer, step.scaler, config, world.first, guard, log=self.metrics
         )
         self.saver.step = self.step
         self.watch = Watch(Run(path).metrics)
-        self.skipped = 0  # updates, as far as was told
+        self.skipped = 0  # skipped updates that were reported
         self.reading = contextlib.ExitStack()  # closes what reads images
 
     def close(self) -> None:
@@ -282,14 +283,14 @@ class _Training:
         """Images, masks and noise from the next update on."""
         model, config, device, reader = self.model, self.config, self.device, self.reader
         where = {"rank": self.world.rank, "world": self.world.size}
-        self.reading.close()  # that of larger parts
+        self.reading.close()  # the loader of larger parts
         batches = loader(reader.images, config, self.step, device=device, **where, reader=reader)
         self.reading.enter_context(contextlib.closing(batches))
         beside = self.graphs.beside if self.graphs else contextlib.nullcontext
         return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
 
     def halve(self) -> None:
-        """Goes on with parts of half the size: the same samples, masks and noise."""
+        """Continues with parts of half the size: the same samples, masks and noise."""
         parts = more_parts(self.config, self.world.size)
         self.config = override(self.config, {"runtime.accumulate": parts})
         self.parts = self._parts()
@@ -332,7 +333,7 @@ def _resume(path: Path, update: Step, keep: int, world: World) -> int:
             f"{newest}: optimizer.safetensors is empty, expected that of {about['step'] - skipped} "
             f"updates; {shards.ADVICE}"
         )
-    if world.first:  # a kill may have come between a save and its clearing up
+    if world.first:  # the run may have been killed between a save and its clean-up
         checkpoint.sweep(path)
         shards.sweep(path)
         checkpoint.prune(newest, keep)  # only now: one that is refused must not cost the others

@@ -1,7 +1,7 @@
 """Copies metrics.jsonl to TensorBoard or W&B; metrics.jsonl stays the record.
 
-A mirror is a convenience: what goes wrong in its library is one warning, and the run goes on
-without it. A thread of its own calls the library, since that may block: W&B talks to a process.
+A mirror is a convenience: an error in its library becomes one warning, and the run continues
+without it. A thread of its own calls the library, which may block: W&B talks to a process.
 """
 
 import contextlib
@@ -55,11 +55,11 @@ def mirror(kind: Kind, path: Path, step: int) -> Iterator[Callable[[Line], None]
 
 
 class _RunFailedError(Exception):
-    """Tells a library that the run did not end well."""
+    """Tells a library that the run failed."""
 
 
 class _Copy:
-    """A thread that hands lines to a library, and what the thread that trains knows of it."""
+    """A thread that hands lines to a library, and its state as the training thread sees it."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -69,7 +69,7 @@ class _Copy:
         self.failed = self.dropped = False
 
     def open(self, opened: Opened) -> None:
-        """Waits for the library, for a while; raises UserError for what the user has to do."""
+        """Waits a while for the library; raises UserError if the user has to do something."""
         self.thread = threading.Thread(target=self._run, args=[opened], name="mirror", daemon=True)
         self.thread.start()
         self.ready.wait(OPENING)
@@ -89,13 +89,13 @@ class _Copy:
                     write(line)
                 if self.failed:
                     raise _RunFailedError
-        except BaseException as error:  # a library that exits ends this thread without a word
+        except BaseException as error:  # a library that calls exit would end the thread silently
             self.error = error
         finally:
             self.ready.set()
 
     def show(self, line: Line) -> None:
-        """Hands over a line, or says once that the library takes no more."""
+        """Hands over a line, or warns once that the library takes no more."""
         if self.dropped:
             return
         try:
@@ -106,7 +106,7 @@ class _Copy:
             self._drop(f"{type(self.error).__name__}: {self.error}")
 
     def close(self, failed: bool) -> None:
-        """Waits for the rest of the lines to be written, for a while."""
+        """Waits a while for the remaining lines to be written."""
         if not self.dropped:
             self.failed = failed
             with contextlib.suppress(queue.Full):  # then the thread does not end either
@@ -123,14 +123,14 @@ class _Copy:
 
     def _drop(self, why: str) -> None:
         if not self.dropped:
-            warn(f"runtime.mirror: {self.kind}: {why}; the run goes on without it")
+            warn(f"runtime.mirror: {self.kind}: {why}; the run continues without it")
         self.dropped = True
 
 
 def _scalars(line: Line) -> Iterator[tuple[int, dict[str, float]]]:
     """Yields the step and the numbers of a line; the untrained network has step 0.
 
-    A line of metrics.jsonl that somebody else has written can hold anything.
+    A line of a received metrics.jsonl can hold anything.
     """
     for step, values in ((0, line.get("random_init")), (line.get("step"), line)):
         if type(step) is int and 0 <= step < 2**63 and isinstance(values, Mapping):
@@ -178,7 +178,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     # The first start is recorded before the first update, so a run keeps its id for life.
     first = json.dumps(run.about["starts"][0], sort_keys=True)
     name = hashlib.sha256(first.encode()).hexdigest()[:8]
-    # A .wandb file cannot be truncated to where the run resumes, so it is written anew.
+    # A .wandb file cannot be truncated to where the run resumes, so it is written again.
     for old in own_folder(path / "wandb").glob(f"offline-run-*-{name}"):
         remove(old)
     settings = wandb.Settings(
@@ -195,7 +195,7 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
     )
     about = {"id": name, "name": path.resolve().name, "config": run.about["config"]}
     shown = wandb.init(project="stopmim", dir=str(path), settings=settings, **about)
-    wandb.termsetup(settings, None)  # `init` keeps those of the environment; what fails is raised
+    wandb.termsetup(settings, None)  # `init` keeps the environment's; errors are raised anyway
 
     def write(line: Line) -> None:
         for at, values in _scalars(line):
@@ -212,18 +212,18 @@ def _wandb(path: Path, lines: list[dict[str, Any]]) -> Iterator[Callable[[Line],
 
 
 def _leave_wandb() -> None:
-    """Forgets a process of W&B that may never answer, for which W&B waits when Python ends."""
+    """Detaches a W&B process that may never answer: W&B would wait for it when Python exits."""
     with contextlib.suppress(Exception, SystemExit):
         import wandb
 
-        wandb.termsetup(wandb.Settings(show_errors=False), None)  # it is said already
+        wandb.termsetup(wandb.Settings(show_errors=False), None)  # our warning said it already
         wandb.teardown()
 
 
 def _end_stopped() -> None:
-    """Kills stopped processes of W&B that this one has started: nothing else would end them."""
+    """Kills stopped W&B processes that this process has started: nothing else would end them."""
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):  # it has just ended
+        with contextlib.suppress(OSError, ValueError):  # the process has just ended
             name, _, rest = file.read_text().rpartition(")")
             state, parent, *_ = rest.split()
             if "(wandb" in name and state == "T" and int(parent) == os.getpid():

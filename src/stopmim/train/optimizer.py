@@ -38,7 +38,7 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 def one_pass(
     model: MaskedImageModel, optimizer: torch.optim.Optimizer, amp: torch.dtype | None
 ) -> "OnePass | None":
-    """All that `advance` does in one pass over memory; None where only the usual way works."""
+    """The work of `advance` in one pass over memory; None where only separate kernels work."""
     weights = list(model.parameters())
     fits = amp == torch.bfloat16 and all(p.is_cuda and not is_sharded(p) for p in weights)
     if not (HAVE_TRITON and fits):
@@ -57,9 +57,9 @@ def advance(
     skip: Tensor,
     at_once: "OnePass | None" = None,
 ) -> None:
-    """AdamW, unless it is to `skip` this update, then the target encoder: in this order, as I-JEPA.
+    """Updates weights with AdamW unless told to `skip`, then the target encoder, as I-JEPA does.
 
-    One pass changes the same tensors by the same numbers, up to rounding.
+    `at_once` changes the same tensors by the same numbers, up to rounding.
     """
     if at_once is None or not at_once(rates.lr, rates.weight_decay, rates.momentum, skip):
         step_at(optimizer, rates, skip)

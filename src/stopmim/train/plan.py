@@ -1,4 +1,4 @@
-"""A run before it starts: the preset that suits the images and the machine, and its config.
+"""Plan of a run before it starts: the preset that suits images and machine, and its config.
 
 What depends on the number of images or on the machine is settled once, when a run starts, and
 run.json records plain numbers.
@@ -57,8 +57,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Time of all updates, by one that is measured; on a GPU an upper bound."""
-        # How often it is made does not change an update: alternatives share one measurement.
+        """Time of all updates, extrapolated from a measured one; on a GPU an upper bound."""
+        # The number of updates does not change one of them: alternatives share a measurement.
         optim = OptimConfig(batch_size=self.config.optim.batch_size)
         config = self.config.model_copy(update={"optim": optim})
         return self.updates * _seconds_per_update(config, self.facts, self.device)
@@ -184,7 +184,7 @@ def plan_for(
 def dry_config(
     data: str | Path, preset: str | Path | Config | None, changes: Mapping[str, Any]
 ) -> Config:
-    """The config that `--dry-run` shows; images that cannot be opened must not be in its way."""
+    """The config that `--dry-run` shows, also if the images cannot be opened."""
     known = known_preset(preset)
     if preset is None:
         return plan_for(data, preset, changes).config
@@ -211,9 +211,9 @@ def _config(
 
 
 def _runtime(config: Config, device: torch.device, ranks: int) -> dict[str, Any]:
-    """How the run is executed on this machine."""
+    """The section `runtime` of the config, fitted to this machine."""
     now, batch = config.runtime.model_dump(), config.optim.batch_size
-    if ranks > 1:  # which must agree, and share the batch anyway
+    if ranks > 1:  # ranks must agree, and share the batch anyway
         return now
     if device.type == "cpu":  # the other half of the cores reads images
         now["threads"] = max(1, cores() // 2)

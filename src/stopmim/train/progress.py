@@ -1,4 +1,4 @@
-"""What a person sees of a run: what it will do, how far it is, when it ends."""
+"""Progress of a run on the terminal: what it will do, how far it is, when it will end."""
 
 import datetime
 import math
@@ -22,15 +22,15 @@ from stopmim.train.distributed import World
 from stopmim.train.rates import Rates
 
 REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
-SURE = 5.0  # seconds of updates from which the end is foretold
+SURE = 5.0  # seconds of updates before the end is predicted
 WORTH = 60.0  # seconds; the end of a shorter run is not announced
-FULL = 0.95  # share of main memory in use from which a warning is due
+FULL = 0.95  # share of main memory in use above which a warning is due
 
 
 def announce(
     path: Path, images: Images, config: Config, preset: str | Path | Config | None, world: World
 ) -> None:
-    """Says what is to be done: images, network, preset, updates, device; nothing if it is done."""
+    """Prints images, network, preset, updates and device; nothing if the run is finished."""
     device = choose_device(config.runtime.device, world.local_rank)
     updates = config.optim.epochs * steps_per_epoch(images, config)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -44,16 +44,16 @@ def announce(
 
 
 class Progress:
-    """Keeps a ticker up to date with the updates, and foretells the end once."""
+    """Keeps a ticker up to date with the updates, and predicts the end once."""
 
     def __init__(self, ticker: Ticker, config: Config, per_epoch: int) -> None:
         self.ticker, self.config, self.per_epoch = ticker, config, per_epoch
         self.step, self.time = ticker.done, ticker.start  # of the last reading
         self.rate = 0.0  # images per second since the reading before
-        self.begun = self.told = False
+        self.begun = self.predicted = False
 
     def show(self, step: int, values: Mapping[str, Tensor], lr: float, *, read: bool) -> None:
-        """After update `step`; `read`: its loss is known, so that reading it does not wait."""
+        """Shows update `step`; `read` means that its loss can be read without waiting."""
         now = time.monotonic()
         is_old = now - self.time > REFRESH
         if is_old or not self.rate:
@@ -72,13 +72,13 @@ class Progress:
         if not self.begun:
             self.begun = True
             self._look_at_memory()
-        elif not self.told and self.ticker.mark and now - self.ticker.mark[1] > SURE:
-            self.told = True
+        elif not self.predicted and self.ticker.mark and now - self.ticker.mark[1] > SURE:
+            self.predicted = True
             if (left := self.ticker.seconds_left) and left > WORTH:
                 say(f"about {rough(left)} left, until {clock(left)}")
 
     def _look_at_memory(self) -> None:
-        """Warns where the system may soon kill the process, which then says nothing."""
+        """Warns if the system may soon kill the process, which then gets no chance to say why."""
         memory = main_memory()
         if memory and memory.free < (1 - FULL) * memory.total:
             warn(

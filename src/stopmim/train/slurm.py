@@ -71,6 +71,6 @@ def submit(text: str, out: Path) -> str:
         why = f"{error.strerror}; use --slurm on a machine that can submit jobs"
         raise ResourceError(f"sbatch: {why}") from None
     if done.returncode:
-        said = " ".join(done.stderr.split())
-        raise ResourceError(f"sbatch: {said or 'failed without a message'}")
+        message = " ".join(done.stderr.split())
+        raise ResourceError(f"sbatch: {message or 'failed without a message'}")
     return done.stdout.strip().split(";")[0]

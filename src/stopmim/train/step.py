@@ -91,7 +91,7 @@ class Step:
     ) -> dict[str, Tensor]:
         """Makes one update; returns tensors by name, since reading them waits for the device.
 
-        `work` stands in for the method of that name: a recording of it, as from `recorded`.
+        `work` replaces the method of that name by a recording of it, as from `recorded`.
         """
         work = work or self.work
         self.sums.zero_()
@@ -101,7 +101,7 @@ class Step:
             (part,) = parts
             return work(part, rates)
         for i, part in enumerate(parts, start=1):
-            # By a wrapper, over ranks: with the last part only.
+            # A wrapper averages over ranks, and needs to with the last part only.
             average_gradients(self.wrapped or self.model, i == self.n_parts)
             work(part, None)
         self.world.mean_(self.sums)  # never recorded: ranks may differ in what they can record
@@ -153,15 +153,15 @@ class Step:
         self.in_place = True
 
     def cut(self, n_parts: int) -> None:
-        """Goes on with more parts, after one that has failed."""
+        """Continues with more parts, after one that has failed."""
         self.optimizer.zero_grad(set_to_none=True)
         self.n_parts, self.in_place, self.sums = n_parts, False, self.sums.new_zeros(3)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Prepares gradients for AdamW: penalty, norm, whether to update at all, clipping."""
-        optim, said = self.optim, dict[str, Tensor]()
+        optim, values = self.optim, dict[str, Tensor]()
         if optim.penalty_l1 or optim.penalty_l2:
-            said["penalty"] = self._penalty(optim.penalty_l1, optim.penalty_l2)
+            values["penalty"] = self._penalty(optim.penalty_l1, optim.penalty_l2)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(gradients))  # over all ranks, before clipping
@@ -170,13 +170,13 @@ class Step:
         failed, skip = ~finite, torch.zeros_like(finite)
         if self.guard:
             skip, failed = self.guard.judge(loss, norm, finite)
-            said["skipped"] = self.guard.skipped
+            values["skipped"] = self.guard.skipped
         self.broken += (self.broken > 0) | failed
         skip = (self.broken > 0) | skip
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # 1: no update
         if optim.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, optim.clip_grad, norm)
-        return {"grad_norm": norm} | said
+        return {"grad_norm": norm} | values
 
     @torch.no_grad()
     def _penalty(self, l1: float, l2: float) -> Tensor:

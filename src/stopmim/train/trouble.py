@@ -1,4 +1,4 @@
-"""What a run does when an update cannot be made: save, halve the parts of the batch, explain."""
+"""Response to an update that cannot be made: save, halve the parts of the batch, explain."""
 
 import contextlib
 import json
@@ -44,8 +44,8 @@ class Running(Protocol):
 def saved_if_lost(run: Running, received: Received) -> Iterator[None]:
     """Saves the updates so far when images, a worker or another rank end the run.
 
-    They mostly fail before an update changes a weight; if not, its line is missing in the log and
-    the checkpoint before is the one to continue from. Rank 0 saves alone what it holds whole.
+    They mostly fail before an update changes a weight; if not, its line is missing from the log and
+    the run resumes from the checkpoint before. Rank 0 saves by itself if it holds whole tensors.
     """
     try:
         yield
@@ -61,14 +61,14 @@ def saved_if_lost(run: Running, received: Received) -> Iterator[None]:
 
 
 def _save(run: Running) -> bool:
-    """Whether the newest checkpoint is that of the last update now."""
+    """Saves the last update if possible; returns whether its checkpoint exists."""
     alone = run.world.size == 1 or run.config.runtime.parallel == "ddp"
     if not (run.world.first and alone and run.function.settled) or run.function.broken:
         return False
     if run.saver.step < run.step:
         try:
             run.saver.save(run.step, final=True)
-        except UserError as error:  # a full disk: what ends the run is said next
+        except UserError as error:  # such as a full disk; the caller reports what ended the run
             warn(str(error))
             return False
         say(f"{run.path}: saved at step {run.step}")
@@ -79,7 +79,7 @@ def _save(run: Running) -> bool:
 
 
 def can_halve(run: Running, error: Exception) -> bool:
-    """Whether the run goes on after `error` with smaller parts of the batch.
+    """Whether the run continues after `error` with smaller parts of the batch.
 
     Ranks cannot: the others wait in a collective for one that ran out of memory. They start again.
     """
@@ -123,7 +123,7 @@ def record_parts(path: Path, parts: int) -> None:
 def out_of_memory(
     config: Config, world: World, error: Exception, path: Path | None
 ) -> ResourceError:
-    """Names what to try next; with a `path` of a run, the model itself has found room."""
+    """An error that names what to try next; with the `path` of a run, the model itself did fit."""
     config = with_parts_of(path, config) if path else config
     size, parts = config.optim.batch_size, _parts(config, world.size)
     more = more_parts(config, world.size)

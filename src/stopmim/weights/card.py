@@ -1,6 +1,6 @@
 """The README.md of an export: what it is, how to load it, how it was trained, how good it is.
 
-card.md is its template, and formats/WORD.md the part that a format has of its own.
+card.md is its template, and formats/WORD.md the part for one format.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from stopmim.runs.verdict import verdict
 from stopmim.weights.format import Contents, Format
 from stopmim.weights.vit import Branch
 
-FOUND = 3  # cells about what was found
+FOUND = 3  # last cells of a row, with the result
 
 
 def card(target: Format, contents: Contents, encoder: VisionTransformer, branch: Branch) -> str:
@@ -30,7 +30,7 @@ def card(target: Format, contents: Contents, encoder: VisionTransformer, branch:
     environment = Environment(loader=files, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["quote"] = lambda path: shlex.quote(str(path))
     own = environment.from_string(target.card) if target.card else f"formats/{target.word}.md"
-    # The run that the path is, or is a checkpoint of.
+    # The path is a run, or a checkpoint of one.
     folders = (contents.path, contents.path.resolve().parent.parent)
     run = next((Run(folder) for folder in folders if (folder / "run.json").is_file()), None)
     text = environment.get_template("card.md").render(
@@ -60,7 +60,7 @@ def _results(run: Run, contents: Contents, branch: Branch) -> str:
     final = config is not None and last.get("epoch", 0) >= config.optim.epochs
     final = final and last.get("step") == contents.step
     about = [_cells(line) for line in run.results if _is_about(line, contents, branch, final)]
-    # The newest of those that would read the same.
+    # Of rows that would read the same, only the newest.
     rows = [*{tuple(cells.values())[:-FOUND]: cells for cells in about}.values()]
     if not rows:
         return ""
@@ -75,13 +75,13 @@ def _is_about(line: dict[str, Any], contents: Contents, branch: Branch, final: b
     usable = {"protocol", "name"} <= line.keys() and number(line.get("value")) is not None
     one = "A" not in line  # ``eval compare`` measures two encoders, A and B
     same_branch = not contents.branches or line.get("branch", "target") == branch
-    # Older lines have no step: they are about the newest checkpoint. Null is no run of ours.
+    # Older lines have no step: they are about the newest checkpoint. Null means a foreign file.
     same_step = line["step"] == contents.step if "step" in line else final
     return usable and one and same_branch and same_step
 
 
 def _cells(line: dict[str, Any]) -> dict[str, str]:
-    """Everything that tells one evaluation from another, then the FOUND cells about its result."""
+    """Cells that identify an evaluation, then the FOUND cells with its result."""
     chosen, before = line.get("selection"), number(line.get("random_init"))
     unit = " %" if line["unit"] == "percent" else ""
     cells = {

@@ -46,8 +46,8 @@ def export(
         raise UserError(f"{what}; see stopmim export --help")
     target = known[to]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: is there already; choose another --out")
-    hub = connect(repo) if repo else None  # before the work
+        raise UserError(f"{out}: exists already; choose another --out")
+    hub = connect(repo) if repo else None  # fails before any work
     contents = identify(path, heads)
     if target.whole_model and branch != "target" and contents.branches:
         what = f"--to {to} writes the whole model with both encoders"
@@ -66,7 +66,7 @@ def export(
     text = card(target, contents, encoder, branch)
     with replaced(out, folder=True) as temporary:
         target.write(contents, encoder, temporary)
-        # A path in it need not be text.
+        # A path in the card need not be valid text.
         (temporary / "README.md").write_text(text, "utf-8", "backslashreplace")
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors makes its files 0600

@@ -10,12 +10,12 @@ from stopmim.data.pixels import COLOURS, PixelStats
 
 
 def fitted(weight: Tensor, theirs: PixelStats | None, own: PixelStats) -> tuple[Tensor, str]:
-    """Filters (D, C, p, p) for the channels of `own`, and how they were made, "" if as they were.
+    """Filters (D, C, p, p) for the channels of `own`, and how they were made, "" if unchanged.
 
-    `weight` are the filters of an encoder of `theirs`, None if its channels are unknown. A channel
-    takes the filter of the channel of its name, others take the mean filter, all of them scaled:
-    an image with equal channels keeps its response. Without names in common, as many channels are
-    taken in their order. Raises ValueError where there is no way from these channels to those.
+    `weight` are the filters of an encoder for `theirs`, None if its channels are unknown. A channel
+    takes the filter of the channel with its name; all others take the mean filter. All are scaled,
+    so that an image with equal channels keeps its response. Without common names, equally many
+    channels are taken in order. Raises ValueError if the filters cannot be adapted.
     """
     given, wanted = weight.shape[1], own.channels
     before, after = theirs.words if theirs else None, own.words

@@ -26,9 +26,9 @@ class WeightFile:
     """A path to weights, read when a format first asks for its content."""
 
     path: Path
-    heads: int | None = None  # given by the user, since most files do not say them
+    heads: int | None = None  # given by the user: most files do not state them
     decoder_heads: int | None = None
-    content: Any = None  # once it is read
+    content: Any = None  # after the first read
 
     @classmethod
     def at(cls, path: str | Path, *heads: int | None) -> "WeightFile":
@@ -92,7 +92,7 @@ class Contents:
     """Everything known about a file; `str` is what ``stopmim inspect`` prints."""
 
     path: Path
-    project: str  # whose file it is, as far as its keys tell
+    project: str  # that wrote the file, as far as its keys tell
     encoder: ImageEncoder
     network: str  # what the encoder is, in words
     model: MaskedImageModel | None = None  # with the predictor, if there is one
@@ -114,7 +114,7 @@ class Contents:
         facts = {"file": str(self.path), "project": self.project, "encoder": self.network}
         facts["images"] = f"{side * patch}x{side * patch} pixels, a grid of {side}x{side}"
         if self.stats is None:
-            facts["channels"] = f"{encoder.channels}; not said how they are normalised"
+            facts["channels"] = f"{encoder.channels}; it is unknown how they are normalised"
         elif self.stats != RGB:
             facts |= self.stats.facts()
         parts = {"encoder": encoder} | ({"predictor": self.model.predictor} if self.model else {})
@@ -143,7 +143,7 @@ class Format:
     """
 
     name: ClassVar[str]  # as ``stopmim inspect`` prints it
-    word: ClassVar[str] = ""  # of ``export --to``; "" if it is only read
+    word: ClassVar[str] = ""  # for ``export --to``; "" if it is only read
     used_by: ClassVar[str] = ""  # completes "exported for" in the README.md of an export
     library: ClassVar[str] = "stopmim"  # that loads an export, as the hub calls it
     whole_model: ClassVar[bool] = False  # an export has all encoders and the predictor
@@ -158,7 +158,7 @@ class Format:
         return self.model(file).branch(branch)
 
     def model(self, file: WeightFile) -> MaskedImageModel:
-        """Encoders and predictor in evaluation mode, likewise."""
+        """Encoders and predictor in evaluation mode, under the same conditions."""
         raise CheckpointError(f"{file}: there is no predictor in it")
 
     def stats(self, file: WeightFile) -> PixelStats | None:
@@ -189,7 +189,7 @@ class Format:
         return Contents(file.path, project, shown, network, model, no_model, branches, epoch)
 
     def project(self, file: WeightFile, encoder: Encoder) -> str:
-        """The project that wrote the file, if there is more to say than `name`."""
+        """The project that wrote the file; `name` unless more is known."""
         return self.name
 
     def network(self, encoder: Encoder) -> str:

@@ -1,7 +1,7 @@
 """Encoders and models from files: the list of formats, and loading.
 
-A file is recognised by its content, its architecture read off its shapes, and every key must be
-used and every parameter filled: no encoder is partly random. Nothing in a file is executed.
+A file is recognised by its content, and its architecture by the shapes. Every key must be used and
+every parameter filled: no encoder is partly random. Nothing in a file is executed.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def format_of(file: WeightFile) -> Format:
 def load_encoder(
     path: str | Path, branch: Branch = "target", heads: int | None = None
 ) -> ImageEncoder:
-    """The encoder in `path`, in evaluation mode; its `transform` shows it pictures.
+    """The encoder in `path`, in evaluation mode; its `transform` prepares pictures for it.
 
     Args:
         path: a run directory, one of its checkpoints, or a file of StoP, I-JEPA, MAE, DINO, iBOT,
@@ -84,11 +84,11 @@ def load_model(
 
 
 def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImageModel:
-    """The new `model`, its encoders with the weights of the one in ``config.init``, if any.
+    """The new `model`, with the weights of the encoder in ``config.init`` in its encoders, if any.
 
-    Positions come along, resized if the images have another size, and stay fixed. Filters are made
-    to fit the channels of the images, see filters.py. A run that has checkpoints continues from
-    them and does not need the file any more.
+    Positions are taken too, resized if the images have another size, and stay fixed. Filters are
+    adapted to the channels of the images, see filters.py. A run with checkpoints continues from
+    them and no longer needs the file.
     """
     source = config.init
     if not source or any((run / "checkpoints").glob("step-*")):
@@ -104,11 +104,11 @@ def apply_init(model: MaskedImageModel, config: Config, run: Path) -> MaskedImag
         raise CheckpointError(f"init: {source} is {theirs}; the config says {own}: {advice}")
     try:
         stats = getattr(given.transform, "stats", None)
-        filters, said = fitted(given.patch_embed.proj.weight, stats, stats_of(config))
+        filters, how = fitted(given.patch_embed.proj.weight, stats, stats_of(config))
     except ValueError as error:
         raise CheckpointError(f"init: {source}: {error}") from None
-    if said and is_first_rank():
-        say(f"init: {source}: {said}")
+    if how and is_first_rank():
+        say(f"init: {source}: {how}")
     side, token = model.encoder.side, given.pos_embed[:, : given.prefix]
     state = given.state_dict() | {"pos_embed": torch.cat([token, given.positions(side, side)], 1)}
     state["patch_embed.proj.weight"] = filters

@@ -1,4 +1,4 @@
-"""Exports on the Hugging Face hub, or another that speaks its protocol (``HF_ENDPOINT``)."""
+"""Uploads exports to the Hugging Face hub, or another with its protocol (``HF_ENDPOINT``)."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from stopmim.base.sandbox import one_line
 
 
 def connect(repo: str) -> Any:
-    """The hub's client, once it is certain that it can be asked to write to `repo`."""
+    """The hub's client; raises UserError if it cannot be asked to write to `repo`."""
     try:
         from huggingface_hub import HfApi, get_token
     except ImportError as error:
@@ -22,7 +22,7 @@ def connect(repo: str) -> Any:
 
 
 def push(hub: Any, folder: Path, repo: str) -> str:
-    """Uploads an export to the model repository `repo`, private if it is new; its address."""
+    """Uploads an export to the model repository `repo`, private if new; returns its address."""
     try:
         made = hub.create_repo(repo, private=True, exist_ok=True)
         hub.upload_folder(

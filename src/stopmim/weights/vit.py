@@ -1,7 +1,8 @@
 """Plain ViTs in files, for all formats: names, shapes, positions, and the tags of `export`.
 
 MAE, DINO, iBOT, VISSL, timm, I-JEPA and StoP save one network under timm's names. They differ in
-how it is wrapped, in what lies beside it, and in what no shape tells: heads and the norm epsilon.
+how it is wrapped, in what is saved beside it, and in what shapes do not tell: attention heads and
+the epsilon of norms.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ NOT_ENCODER = ("decoder_", "head.", "lm_head.", "mask_token", "masked_embed")
 # Errors of code that reads what it does not expect.
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 BLOCKS = 1000  # most blocks of a network: each takes time to build
-ROUNDING = 0.01  # of a table of positions kept in half precision
+ROUNDING = 0.01  # tolerance for a table of positions in half precision
 
 
 class Shape(NamedTuple):
@@ -88,7 +89,7 @@ def describe(encoder: VisionTransformer) -> str:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Reports content that no code here expects in one line that begins with `what`."""
+    """Turns errors of unexpected content into a CheckpointError of one line, `what` first."""
     try:
         yield
     except UNEXPECTED as error:
@@ -117,10 +118,10 @@ def first_keys(tree: Any) -> str:
 
 
 def tensors(part: Mapping[str, Any], source: str) -> State:
-    """`part`, proved to hold nothing but tensors of types that torch can compute with."""
+    """`part`; raises CheckpointError unless all values are tensors of a supported type."""
     for key, value in part.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{source}: {key} is no tensor but {type(value).__name__}")
+            raise CheckpointError(f"{source}: {key} is not a tensor but {type(value).__name__}")
         if value.is_floating_point() and value.dtype not in FLOATS:
             raise CheckpointError(f"{source}: {key} is {value.dtype}, which is not supported")
     return dict(part)
@@ -140,7 +141,7 @@ def encoder_weights(tree: Any, source: str) -> State:
 
 
 def heads_and_eps(heads: Any, eps: Any) -> tuple[int, float]:
-    """Attention heads and norm epsilon as a file says them, or ValueError if they make no sense."""
+    """Attention heads and norm epsilon as a file states them; ValueError if they are absurd."""
     found = int(heads), float(eps)
     if isinstance(heads, bool) or found[0] != heads or heads < 1 or not 0 <= found[1] < 1:
         raise ValueError(f"{heads} heads, epsilon {eps}")
@@ -167,7 +168,7 @@ def tags(
 
 
 def pixels_tag(stats: PixelStats | None) -> dict[str, Any]:
-    """The tag about images; there is none for ordinary pictures, nor where nothing is known."""
+    """The tag about images; empty for ordinary pictures and for unknown statistics."""
     return {} if stats in (None, RGB) else {PIXELS_TAG: stats.tag()}
 
 
@@ -199,7 +200,7 @@ def read(
 def encoder_like(
     weights: State, source: str, heads: int | None, *, class_token: bool = False
 ) -> VisionTransformer:
-    """An encoder of the architecture that the shapes of `weights` tell, without memory."""
+    """An encoder with the architecture of `weights`, by their shapes; allocates no memory."""
     with refusing(f"{source}: not a plain ViT"):
         width, channels, patch, _ = weights["patch_embed.proj.weight"].shape
         patches = weights["pos_embed"].shape[1] - class_token
@@ -225,7 +226,7 @@ def encoder_like(
 def predictor_like(
     weights: State, encoder: VisionTransformer, source: str, tag: Any, outputs: int | None = None
 ) -> Predictor:
-    """A predictor with the shapes of `weights` and of the kind `tag` names, without memory."""
+    """A predictor with the shapes of `weights`, of the kind in `tag`; allocates no memory."""
     with refusing(f"{source}: not a known predictor"):
         width = weights["predictor_embed.weight"].shape[0]
         if not width or int(tag["heads"]) < 1:
@@ -255,7 +256,7 @@ def is_sincos(table: Tensor, *, swapped: bool = False) -> bool:
 
 
 def check_positions(table: Tensor, source: str, *, fixed: bool) -> None:
-    """Refuses a table with rows and columns swapped and, if `fixed`, any but the sine-cosine one.
+    """Refuses a table with swapped rows and columns and, if `fixed`, any but the sine-cosine one.
 
     MAE, I-JEPA and StoP never train theirs; Hugging Face and timm do when they fine-tune.
     """

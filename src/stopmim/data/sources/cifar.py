@@ -128,8 +128,8 @@ def interpret(data: bytes) -> dict[Any, Any]:
 
 
 def _pairs(items: list[Any]) -> dict[Any, Any]:
-    if not all(isinstance(key, str | int) for key in items[::2]):  # a tuple may hash for ever
-        raise ValueError("a key that is no text")
+    if not all(isinstance(key, str | int) for key in items[::2]):  # a tuple may hash forever
+        raise ValueError("a key that is neither text nor an integer")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
@@ -145,7 +145,7 @@ def _construct(opcode: str, what: Any, state: Any) -> Any:
         case "BUILD", _ if what is _ARRAY and state[2] is _UINT8 and not state[3]:
             _, shape, _, _, pixels = state
             if not all(type(x) is int for x in shape):
-                raise ValueError("a shape of other things than numbers")
+                raise ValueError("a shape that is not made of integers")
             return np.frombuffer(pixels.encode("latin-1"), np.uint8).reshape(shape)
     raise ValueError(f"{opcode} of {what if isinstance(what, str) else type(what).__name__}")
 

@@ -132,7 +132,7 @@ def _open_folder(text: str, split: Split | None) -> Table:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuses what the library would wait for or read without end: pipes, devices, and links."""
+    """Refuses files that the library would read forever: pipes, devices, and links to them."""
     read_json(folder / "dataset_info.json")
     files = read_json(folder / "state.json")["_data_files"]
     if len(files) > MAX_FILES:

@@ -20,7 +20,7 @@ class FileImages:
     def detect_form(
         self, name: str, names: Names, *, arrays: bool | None = None, named: bool = True
     ) -> None:
-        """Decides by a few of the images `names` what all of them are: see `find_form`."""
+        """Infers the form of all images `names` from a few of them: see `find_form`."""
         self.form = find_form(name, names, self._glance, arrays=arrays, named=named)
         if self.form:
             self.channels, self.kind = self.form.channels, self.form.kind

@@ -187,7 +187,7 @@ class Folder(Files):
         if (index := index_cache.load("folder", self._root)) is None:
             return None
         if index["extensions"].tolist() != EXTENSIONS:
-            return None  # they depend on what is installed
+            return None  # they depend on the installed libraries
         folders = PackedPaths(index["folders"], index["folder_offsets"])
         try:
             stats = [os.stat(self._root + folder) for folder in folders]
@@ -202,9 +202,9 @@ class Folder(Files):
 
 
 def file_sizes(root: bytes, paths: Sequence[bytes]) -> np.ndarray:
-    """File sizes, (n,) int64; -1 for what is missing or not a regular file.
+    """File sizes, (n,) int64; -1 for missing files and for anything but regular files.
 
-    That of a folder of zarr is the size of its metadata.
+    A zarr folder counts with the size of its metadata.
     """
 
     def size(path: bytes) -> int:
@@ -250,13 +250,13 @@ def open_split(root: Path | str, split: Split | None, *, arrays: bool | None = N
 
 @cache
 def _warn_of_strays(root: str) -> None:
-    """Says once if there are images beside the folders of the splits, which belong to none."""
+    """Warns once of images beside the folders of the splits, which belong to none."""
     _, _, names = next(os.walk(os.fsencode(root)), (b"", [], []))
     images = [n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(b".")]
     if images and is_first_rank():
         many = f"{len(images):,} images lie" if len(images) > 1 else "an image lies"
-        said = f"{many} beside train/ and its test split, and belong to neither"
-        warn(f"{printable(root)}: {said}: not read, as {printable(min(images))}")
+        what = f"{many} beside train/ and its test split, and belong to neither"
+        warn(f"{printable(root)}: {what}: not read, such as {printable(min(images))}")
 
 
 def _open(text: str, split: Split | None) -> Folder:
@@ -265,7 +265,7 @@ def _open(text: str, split: Split | None) -> Folder:
 
 
 def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
-    """A folder whose files are arrays or pictures by decision, and not by looking."""
+    """Opens a folder whose files are stated to be arrays or pictures, instead of detected."""
     if has_splits(text):
         return open_split(text, split, arrays=arrays)
     refuse_split(text, split)
@@ -273,7 +273,7 @@ def _open_as(text: str, split: Split | None, *, arrays: bool) -> Folder:
 
 
 def _open_file(text: str, split: Split | None) -> Files:
-    """One image that is large enough to be a data set: `data.crops_per_image` takes many crops."""
+    """Opens one image, large enough to be a data set: `data.crops_per_image` takes many crops."""
     refuse_split(text, split)
     folder, name = os.path.split(os.path.abspath(text))
     return Files(folder, [os.fsencode(name)])

@@ -1,8 +1,8 @@
 """Files of one channel each, grouped to images by a pattern of their names.
 
 FOLDER@{name}_{channel}.tif takes every file below FOLDER whose path ends like the pattern: files
-with equal `{name}`, in one folder, are the channels of one image. `{channel}` alone means all that
-occur, sorted; `{channel:DAPI,GFP}` these, in this order.
+with equal `{name}`, in one folder, are the channels of one image. `{channel}` alone means all
+channels that occur, sorted; `{channel:DAPI,GFP}` means these, in this order.
 """
 
 import os
@@ -70,7 +70,7 @@ class Groups(Files):
                 self._raster(0).read()
             except BadImageError as error:
                 raise DataError(f"{name}: {self.name(0)}: {error}") from None
-            raise DataError(f"{name}: none of the images that were looked at can be read")
+            raise DataError(f"{name}: none of the sampled images can be read")
 
     def _glance(self, i: int) -> Raster:
         return self._raster(i)

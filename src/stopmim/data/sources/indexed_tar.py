@@ -21,8 +21,8 @@ AT_ONCE = 8  # shards that are fetched at the same time, for their labels
 class IndexedTar(Shards):
     """The images of tar shards, each a `Tar` of its own as soon as one of its images is read.
 
-    The numbers of images and the checksums are those of the index; so is the fingerprint. Labels
-    are in the shards: to ask for all of them fetches every shard once.
+    The numbers of images, the checksums and the fingerprint come from the index. Labels are in the
+    shards: asking for all of them fetches every shard once.
     """
 
     files: RemoteFiles
@@ -32,7 +32,7 @@ class IndexedTar(Shards):
     def __init__(self, files: RemoteFiles, counts: list[int], classes: list[str]) -> None:
         self.files, self.classes = files, classes
         self.chunks = np.cumsum([0, *counts])
-        self.any_order = len(self) <= WINDOW  # as of the same shards in a local folder
+        self.any_order = len(self) <= WINDOW  # as for the same shards in a local folder
         self.labels: dict[str, np.ndarray] = _Labels(self)  # type: ignore[assignment]
         self._open()
         digest = hashlib.sha256()

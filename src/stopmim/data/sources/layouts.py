@@ -67,7 +67,7 @@ def _species(path: Path) -> tuple[list[bytes], list[str]]:
 
 
 def _open_davis(text: str, split: Split | None) -> Folder:
-    """Opens all frames as single images: those of 480p, if there are several sizes."""
+    """Opens all frames as single images, at 480p if there are several sizes."""
     refuse_split(text, split)
     frames = os.path.join(text, "JPEGImages")
     return Folder(os.path.join(frames, "480p") if contains(frames, "480p") else frames)

@@ -95,7 +95,7 @@ def _number(files: Labelled, classes: list[str], labels: list[bytes]) -> None:
 
 
 class Parsed(NamedTuple):
-    """What a list says."""
+    """Contents of a list."""
 
     paths: list[bytes]
     labels: dict[str, list[bytes]] | None  # None: not in the list
@@ -165,8 +165,8 @@ def _split_lines(name: str, lines: list[bytes]) -> Parsed:
             return Parsed([p.strip() for p, _, _ in pairs], {"class": labels}, [])
     odd = next(line for line in lines if not _is_image(line))
     raise DataError(
-        f"{name}: {printable(odd[:100])}: neither an image file nor, as all lines must be then, "
-        f"a path and a label with a tab, comma or blank between them"
+        f"{name}: {printable(odd[:100])}: not an image file; every line must be an image file, or "
+        f"every line a path and a label with a tab, comma or blank between them"
     )
 
 

@@ -60,7 +60,7 @@ def open_test(source: str | Path | Images) -> Images | None:
 
 
 def is_generated(source: str) -> bool:
-    """Whether the images are made on demand: they can always be had again, in two splits."""
+    """Whether the images are made on demand: they can always be made again, in two splits."""
     stated, text = _split_prefix(_split_channels(source)[1])
     return any(kind.generated for kind in SOURCES if kind is stated or kind.name == text)
 
@@ -68,7 +68,7 @@ def is_generated(source: str) -> bool:
 def keep_outside(out: Path, data: str | Path | Images) -> None:
     """Refuses a new output folder inside the images: its figures would become images.
 
-    Call it before the folder is made: beside train/ and val/ an empty folder is one too many.
+    Call it before the folder is made: beside train/ and val/, even an empty folder is too many.
     """
     roots = [str(data.root)] if isinstance(data, Folder) else []
     if isinstance(data, str | Path):

@@ -39,8 +39,8 @@ class Index(_Strict):
     format: int
     stopmim: str
     kind: Literal["tar", "parquet"]
-    size: int | None  # the longest that a shorter side is; None: images are as they were
-    quality: int | None  # of the JPEGs that were written anew
+    size: int | None  # longest shorter side; None: images are as they were
+    quality: int | None  # of the JPEGs that were re-encoded
     shuffled: bool  # not in the order of the source
     fingerprints: dict[str, str]  # of the images that were packed, by split
     classes: list[str]  # names of the values of the label "class"
@@ -111,7 +111,7 @@ def problems(folder: str | Path, index: Index) -> Iterator[str]:
 
 
 def verify_shards(folder: str | Path) -> Index:
-    """Proves that the shards in `folder` are those that were packed; raises DataError."""
+    """Raises DataError unless the shards in `folder` are those that were packed."""
     index = read_index(folder)
     if index is None:
         what = f"no {INDEX} of `stopmim pack` in this folder; nothing to verify against"

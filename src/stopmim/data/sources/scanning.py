@@ -1,4 +1,4 @@
-"""Finds image files below a folder: their paths and classes, and what else lies there."""
+"""Finds image files below a folder, with their paths and classes, and counts other files."""
 
 import os
 from collections import Counter
@@ -28,10 +28,10 @@ def scan(
     others: Counter[str],
     suffixes: tuple[bytes, ...] = SUFFIXES,
 ) -> Iterator[bytes]:
-    """Relative paths of all images below `root`, unordered. As bytes: not all are valid UTF-8.
+    """Yields relative paths of all images below `root`, unordered; bytes, as some are not UTF-8.
 
     Adds every folder to `visited`, with its modification time, and whatever could not be followed
-    to `unreadable`. Counts other files in `others`; a folder of zarr is one of them.
+    to `unreadable`. Counts other files in `others`; a folder of zarr counts as a file.
     """
     seen: set[tuple[int, int]] = set()
     folders, links = [b""], list[bytes]()
@@ -106,7 +106,7 @@ def refuse_unknown(name: str, found: Iterable[str], classes: Iterable[str]) -> N
 
 
 def _extension(name: bytes) -> str:
-    """The extension of a file in lower case; "" if it is none that a person would recognise."""
+    """The extension of a file in lower case; "" if a person would not recognise it as one."""
     extension = name.rpartition(b".")[2].lower() if b"." in name else b""
     return extension.decode() if extension.isalnum() and len(extension) <= 8 else ""
 
@@ -121,7 +121,7 @@ def unpack_counts(packed: np.ndarray) -> dict[str, int]:
 
 
 def describe_others(others: Mapping[str, int], shown: int = 6) -> str:
-    """Counts of files that are not read, images first, and what would read them."""
+    """Counts of files that are not read, images first, with hints how to read them."""
     kinds = sorted(others, key=lambda kind: (kind not in (*HEIC, *FOREIGN), -others[kind], kind))
     counts = [f"{others[kind]:,} {f'.{kind}' if kind else 'without extension'}" for kind in kinds]
     rest = sum(others[kind] for kind in kinds[shown:])

@@ -66,7 +66,7 @@ class Scenes(Arrays):
 
     @staticmethod
     def rendered(scenes: list[Scene], size: int, keys: list[int]) -> np.ndarray:
-        """Images (B, size, size, C) of `scenes`; keys are of the noise, if there is any."""
+        """Images (B, size, size, C) of `scenes`; `keys` seed the noise, if there is any."""
         return render_all(scenes, size)[0]
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Scenes(Arrays):
 class Bands(Scenes):
     """The same scenes in 12 bands of 16 bits, with noise: colours, depth, normals and others.
 
-    Three noisy colours tell less about the labels than all bands do.
+    The three noisy colours say less about the labels than all bands do.
     """
 
     prefix, shape, dtype, names = "bands", (len(BANDS),), np.uint16, BANDS

@@ -19,7 +19,7 @@ from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
 from stopmim.data.sources.scanning import holds_images
 from stopmim.data.sources.source import Split, no_split, printable
 
-MAX_FILES = 1_000_000  # that a pattern may stand for
+MAX_FILES = 1_000_000  # most files that a pattern may stand for
 MAX_TEXT = 2**28  # characters of all their names
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -85,7 +85,7 @@ def is_pattern(text: str) -> bool:
 def names_shards(text: str, suffix: str) -> bool:
     """Whether `text` is a pattern of, or a folder of, files that end in `suffix`.
 
-    Not a folder that also holds images: there such a file is a backup or a table of metadata.
+    A folder that also holds images does not count: such a file in it is a backup or metadata.
     """
     if has_splits(text):
         return names_shards(os.path.join(text, "train"), suffix)

@@ -35,7 +35,7 @@ class Source:
     open: Callable[[str, Split | None], Images]
     suffix: str = ""  # of files of this kind
     recognise: Callable[[str], bool] = lambda text: False  # any other text, such as a folder
-    generated: bool = False  # on demand: a test split need not be looked for
+    generated: bool = False  # on demand: `open_test` need not look for a test split
 
     def matches(self, text: str) -> bool:
         named = bool(self.suffix) and text.lower().endswith(self.suffix)

@@ -87,7 +87,7 @@ class Tar(Shards):
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index(state[:, 0]) | {"state": state}
-            # Not if a shard is missing: it may be back at any time.
+            # Not cached if a shard is missing: it may be back at any time.
             settled = state.min() >= 0 and state[:, 1].max() < began - cache.SETTLED_NS
             if remote or (len(index["at"]) >= cache.WORTH_IT and settled):
                 cache.store("tar", key, index)
@@ -100,7 +100,7 @@ class Tar(Shards):
         # Remote shards with an index are those of indexed_tar.py.
         packed = read_index(folders.pop()) if len(folders) == 1 and not remote else None
         self.classes = packed.classes if packed and self.labels else []
-        # The order of so few is that of a folder: a run on either sees the same.
+        # Few images have the same order as in a folder: a run on either sees the same.
         self.any_order = packed is not None and len(self) <= WINDOW
         if not len(self):
             lost = f" ({self.unreadable[0]})" if self.unreadable else ""
@@ -108,7 +108,7 @@ class Tar(Shards):
                 f"{printable(self._places[0])}: no images in {len(shards)} tar shards{lost}; "
                 f"looked for members that end in {', '.join([*EXTENSIONS, *ARRAY_EXTENSIONS])}"
             )
-        # Not a sample of all: the others may be far away.
+        # The first ones, not a sample of all: the others may be far away.
         first = [self._names[i] for i in range(min(SAMPLE, len(self)))]
         self.detect_form(printable(self._places[0]), first)
         if packed and self.form and len(packed.channel_names) == self.form.channels:
@@ -211,7 +211,7 @@ def _is_array(sample: Member) -> bool:
 
 
 def _without_arrays(shard: Shard) -> Shard:
-    """A shard of pictures, among which a sample without one has no image."""
+    """`shard` without its arrays: among pictures, they are not images."""
     torn = sum(not _is_array(sample) for sample in shard.samples[len(shard.samples) - shard.torn :])
     return shard._replace(samples=[s for s in shard.samples if not _is_array(s)], torn=torn)
 

@@ -40,7 +40,7 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
     if text.startswith("file://"):
         raise DataError(f"{text}: give the path alone: {text.removeprefix('file://')}")
     if "::" in text:
-        raise DataError(f"{text}: chains of protocols are not read")
+        raise DataError(f"{text}: chains of protocols are not supported; give a single URL")
     name = text.lower()
     if name.endswith(COMPRESSED):
         raise DataError(f"{text}: a compressed tar has no random access; decompress it")
@@ -76,7 +76,7 @@ def open_url(text: str, split: Split | None, kind: str = "") -> Images:
 
 
 def _index(folder: str, needed: bool) -> Index | None:
-    """The index in a folder; None if there is none, or none that the credentials are for."""
+    """The index in a folder; None if there is none, or the credentials do not cover it."""
     url = _beside(folder, INDEX)
     try:
         return parse_index(fetch_small(url, MAX_INDEX), url)
@@ -135,7 +135,7 @@ def _folder(url: str) -> str:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """A URL in full, but for its query, and the query."""
+    """The whole URL without its query, and the query."""
     full = reveal(url)
     at = re.search(r"[?#]|$", full)
     assert at  # the end, if nothing else
@@ -149,7 +149,7 @@ class RemoteList:
     """Images that a list names, each a file of its own at a URL, fetched when it is read.
 
     Lines are as in a local list. In a remote one, a path is relative to its folder. The fingerprint
-    is that of the URLs: to ask for a million sizes would take hours.
+    covers the URLs alone: asking for a million sizes would take hours.
     """
 
     def __init__(self, place: str) -> None:

@@ -14,7 +14,7 @@ from stopmim.evals.protocols.tracking import VideoTracking as VideoTracking
 from stopmim.evals.request import ImageRequest, Request
 
 PROTOCOLS: tuple[type[Protocol], ...] = (Knn, Linear, Lowshot, RankMe, Finetune, VideoTracking)
-# Those that leave the encoder frozen, and those of them that say which test images were right.
+# Protocols with a frozen encoder, and the ones among them with an answer for every test image.
 SUITE = tuple(kind for kind in PROTOCOLS if kind.in_suite)
 IMAGE_BY_IMAGE = tuple(kind for kind in SUITE if kind.needs == "labels")
 T = TypeVar("T")

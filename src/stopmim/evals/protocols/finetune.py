@@ -39,7 +39,7 @@ class Finetune(FewLabels, Selecting):
         return self.random_init
 
     def recipe_for(self, width: int) -> TuningName:
-        """The recipe for an encoder of this width; ViT-H, and what is larger, has its own."""
+        """The recipe for an encoder of this width; ViT-H and larger ones have their own."""
         if self.recipe != "auto":
             return self.recipe
         return "one-percent-huge" if width >= SIZES["h"].width else "one-percent"
@@ -51,7 +51,7 @@ class Finetune(FewLabels, Selecting):
         return dataclasses.replace(TUNINGS[self.recipe_for(width)], **changes)
 
     def obstacle(self, inputs: Inputs) -> str:
-        self.tuning(inputs.encoder.width)  # a wrong option is an error before anything is said
+        self.tuning(inputs.encoder.width)  # a wrong option is an error before any work
         return super().obstacle(inputs)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:

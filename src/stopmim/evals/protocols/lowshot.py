@@ -47,7 +47,7 @@ class Lowshot(FewLabels):
         statistics: Literal["train", "test"] = "test" if self.released else "train"
         try:
             found = classify(*few, inputs.last(test_x), self.lambd, statistics)
-        except ValueError as error:  # the smaller lambda, the harder to find the optimum
+        except ValueError as error:  # the smaller lambda, the harder the optimum is to find
             raise UserError(f"--lambd {self.lambd:g}: {error}") from None
         setting = f"{chosen}, lambda {self.lambd:g}{', released' if self.released else ''}"
         correct = found.cpu() == test_y

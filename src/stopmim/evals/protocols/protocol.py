@@ -24,7 +24,7 @@ class Protocol(ABC):
     """One way to measure an encoder. A subclass is a frozen dataclass, its fields are options."""
 
     name: ClassVar[str]  # on the command line and in results
-    needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: asked once for each
+    needs: ClassVar[Literal["labels", "images", "videos"]] = "labels"  # labels: measured per label
     in_suite: ClassVar[bool] = True
     own_view: ClassVar[bool] = False  # images are cropped and resized in one way, whatever `crops`
 
@@ -81,7 +81,7 @@ class FewLabels(Protocol):
     def obstacle(self, inputs: Inputs) -> str:
         from stopmim.data.subset import check_named
 
-        if self.list is not None:  # what is wrong with a list is said before any work
+        if self.list is not None:  # a wrong list is reported before any work
             check_named(inputs.train, self.list, inputs.labels)
             return ""
         counts = [(x, inputs.labels_of(x)[0].unique(return_counts=True)[1]) for x in inputs.labels]
@@ -92,7 +92,7 @@ class FewLabels(Protocol):
         return ""
 
     def choose(self, inputs: Inputs, label: str) -> tuple[Sequence[int], str]:
-        """Indices of the labelled training images, and a word on how they were chosen."""
+        """Indices of the labelled training images, and a short note on their choice."""
         from stopmim.data.subset import find_named
         from stopmim.evals.lowshot import per_class
 
@@ -100,5 +100,5 @@ class FewLabels(Protocol):
             return find_named(inputs.train, self.list), self.list.name
         y, _ = inputs.labels_of(label)
         index = per_class(y, self.per_class, inputs.seed)
-        # Small classes contribute every image: then these are fewer than were asked for.
+        # Small classes contribute every image, which may be fewer than requested.
         return index, f"{int(y[index].bincount().max())}/class"

@@ -34,7 +34,7 @@ class VideoTracking(Protocol, Propagation):
 
     @property
     def cacheable(self) -> bool:
-        # Videos on disk may change behind their name, and a cached answer draws no pictures.
+        # Videos on disk may change under the same name, and a cached answer writes no pictures.
         return self.pictures is None and (self.videos or "scenes").split(":")[0] == "scenes"
 
     def source(self, inputs: Inputs) -> str | None:
@@ -42,7 +42,7 @@ class VideoTracking(Protocol, Propagation):
         from stopmim.data.sources.scenes import Scenes
         from stopmim.data.subset import underlying
 
-        rendered = type(underlying(inputs.test)) is Scenes  # not in bands: videos are RGB
+        rendered = type(underlying(inputs.test)) is Scenes  # not Bands: videos are RGB
         return self.videos or ("scenes" if inputs.without_images or rendered else None)
 
     def facts(self, inputs: Inputs) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class VideoTracking(Protocol, Propagation):
         names = [field.name for field in dataclasses.fields(Propagation)]
         options = Tracking(size=size, **{name: getattr(self, name) for name in names})
         videos = open_videos(source, self.year)
-        # Nobody wants to see what the untrained encoder finds.
+        # The masks of untrained encoders are of no interest.
         out = None if inputs.untrained else self.pictures
         precision = inputs.precision
         if inputs.request.precision == "auto" and precision is not None:

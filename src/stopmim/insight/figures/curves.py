@@ -1,4 +1,4 @@
-"""The log of a run as curves over the steps, of b points each, and small figures of them."""
+"""Curves of the log of a run over its steps, of b points each, and small figures of them."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -73,7 +73,7 @@ def _short(value: float) -> str:
 
 @house_style()
 def figure(curves: Sequence[Curve]) -> Figure:
-    """Up to two curves over the steps, with a band from minimum to maximum."""
+    """Draws up to two curves over the steps, with a band from minimum to maximum."""
     picture = Figure(figsize=(3.3, 1.7))
     axes = picture.add_axes((0.16, 0.23, 0.82, 0.73))  # fixed: figures of a page line up
     for colour, c in zip(SERIES, curves, strict=False):
@@ -94,13 +94,13 @@ def figure(curves: Sequence[Curve]) -> Figure:
 
 @house_style()
 def norms(runs: Sequence[Run]) -> Figure:
-    """The last norms over sigma if the runs differ in it, else the norms over the steps.
+    """Draws the last norms over sigma if the runs differ in it, else the norms over the steps.
 
-    With sigma the paper sees A shrink and the mask token grow.
+    In the paper, A shrinks and the mask token grows with sigma.
     """
     configs = [run.config for run in runs]
     sigmas = [config.positions.sigma or 0.0 for config in configs]  # 0: certain positions
-    # A fixed covariance has its sigma behind A, and jitter in patches: neither is on this axis.
+    # A fixed covariance has its sigma after A, jitter has it in patches: neither fits this axis.
     elsewhere = [c.positions.kind == "jitter" or c.positions.covariance == "fixed" for c in configs]
     over_sigma = len(set(sigmas)) > 1 and not any(elsewhere)
     released = any(config.compat == "released" for config in configs)

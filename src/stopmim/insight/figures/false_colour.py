@@ -1,8 +1,8 @@
-"""Images of any channels as pictures: the one rule by which figures and reports show them.
+"""Pictures of images with any channels: the one rule by which figures and reports show them.
 
-8-bit RGB is shown as it is. Of other images three channels become red, green and blue: those that
-are asked for, or those of these names, or the first, the middle and the last. Each is scaled from
-its range to 0..255, so that pictures of one run compare.
+8-bit RGB is shown as it is. Of other images three channels become red, green and blue: the
+requested ones, or the ones with these names, or the first, the middle and the last. Each is scaled
+from its range to 0..255, so that pictures of one run are comparable.
 """
 
 import re
@@ -51,7 +51,7 @@ class FalseColour:
 
     @property
     def caption(self) -> str:
-        """Names of the channels shown; "" for ordinary pictures as they are."""
+        """Names of the channels shown; "" for ordinary pictures."""
         if self.stats.is_picture and self.shown == (0, 1, 2):
             return ""
         names = [self.stats.name(channel) for channel in self.shown]
@@ -62,7 +62,7 @@ class FalseColour:
 
 
 def _number(word: str, stats: PixelStats) -> int:
-    """The channel that `word` names or, from 0, counts."""
+    """The channel that `word` means, by name or by number from 0."""
     if stats.names and word in stats.names:
         return stats.names.index(word)
     if re.fullmatch("[0-9]{1,9}", word) and int(word) < stats.channels:

@@ -1,4 +1,4 @@
-"""A 2-D map of features: what lies together is alike to the encoder.
+"""A 2-D map of features, where neighbours are alike to the encoder.
 
 t-SNE (van der Maaten and Hinton, 2008), exact, as a page shows hundreds of points and not millions.
 It starts from principal components, so that the same features give the same map.
@@ -9,7 +9,7 @@ Shapes: n images, D width.
 import numpy as np
 from torch import Tensor
 
-PERPLEXITY = 20.0  # neighbours that count, about
+PERPLEXITY = 20.0  # about how many neighbours count
 STEPS, GATHERING = 500, 120  # gradient steps; in the first ones attraction is exaggerated
 EXAGGERATION = 6.0
 
@@ -45,7 +45,7 @@ def _affinities(distances: np.ndarray, perplexity: float) -> np.ndarray:
     """Joint probabilities (n, n): Gaussians whose widths give every row this perplexity."""
     n = len(distances)
     scaled = distances / max(float(distances.mean()), 1e-12)
-    np.fill_diagonal(scaled, np.inf)  # nobody is a neighbour of itself
+    np.fill_diagonal(scaled, np.inf)  # no image is a neighbour of itself
     scaled -= scaled.min(axis=1, keepdims=True)
     low, high = np.full((n, 1), -20.0), np.full((n, 1), 20.0)  # logarithm of the precision
     for _ in range(40):

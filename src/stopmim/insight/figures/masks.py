@@ -30,7 +30,7 @@ def coverage(config: Config, steps: int = 50) -> np.ndarray:
 
 @house_style()
 def figure(views: list[Preview], config: Config) -> Figure:
-    """Images with their masks, and the two maps of `coverage` beside them."""
+    """Draws images with their masks, and the two maps of `coverage` beside them."""
     columns = min(4, len(views))
     picture, grid = pictures.panels(2, columns + 1, (2 * (columns + 1) + 0.6, 4))
     pictures.style_images(grid[:, columns])

@@ -1,4 +1,5 @@
-"""Nearest neighbours among own images: what an encoder takes for alike, before and after training.
+"""Nearest neighbours among the user's images: which ones an encoder finds alike, before and after
+training.
 
 Shapes: n images, S pixels along an edge, D width, k neighbours of each.
 """
@@ -61,7 +62,7 @@ class Neighbours(NamedTuple):
 def find(runs: Sequence[Run], images: Images | None = None, show: Sequence[str] = ()) -> Neighbours:
     """Neighbours in the untrained encoder of the first run, and in the newest one of every run.
 
-    Without `images`, those the first run was trained on. Images that cannot be read are left out.
+    By default among the images that the first run was trained on. Unreadable images are left out.
     `show` are the channels for pictures, see false_colour.py.
     """
     refuse_unlike(runs)
@@ -98,7 +99,7 @@ def _work(networks: Sequence[VisionTransformer]) -> float:
 
 
 def _sample(images: Images, view: View, stats: PixelStats, count: int) -> tuple[Subset, Tensor]:
-    """At most `count` images at equal distances, so that every class is there, and their views."""
+    """At most `count` evenly spaced images, so that every class is present, and their views."""
     found = {}
     for i in np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round()):
         with suppress(BadImageError):
@@ -123,7 +124,7 @@ def kept(before: Embedded, after: Embedded) -> float:
 
 
 def queries(n: int) -> np.ndarray:
-    """Images whose neighbours are shown, at equal distances among `n`."""
+    """Images whose neighbours are shown, evenly spaced among `n`."""
     return np.unique(((np.arange(QUERIES) + 0.5) * n / QUERIES).astype(int))
 
 
@@ -140,7 +141,7 @@ class Kinds(NamedTuple):
 
     @property
     def unknown(self) -> int:
-        """Images that have no such label: they are neither framed nor counted."""
+        """Number of images without this label: they are neither framed nor counted."""
         return int((self.of < 0).sum())
 
 
@@ -183,7 +184,7 @@ def by_chance(values: np.ndarray) -> float:
 
 @house_style()
 def figure(found: Neighbours) -> Figure:
-    """One row per image: the image, then its neighbours in every encoder, nearest first."""
+    """Draws one row per image: the image, then its neighbours in every encoder, nearest first."""
     rows, k = queries(len(found.images)), found.encoders[0].nearest.shape[1]
     wide = 1 + len(found.encoders) * (k + 0.4)  # in pictures
     high = len(rows) + 0.7 + 0.25 * bool(found.caption)
@@ -194,21 +195,21 @@ def figure(found: Neighbours) -> Figure:
     for y, query in enumerate(rows):
         _draw(axes, shown[query], 0, y)
     for e, encoder in enumerate(found.encoders):
-        start, said = 1.4 + e * (k + 0.4), encoder.name
+        start, title = 1.4 + e * (k + 0.4), encoder.name
         if label:
             share = agreement(label.values, encoder.nearest)
-            said += f": {100 * share:.0f} % of the same {label.label}"
-        axes.text(start + 0.03, -0.1, said)
+            title += f": {100 * share:.0f} % of the same {label.label}"
+        axes.text(start + 0.03, -0.1, title)
         for y, query in enumerate(rows):
             for x, i in enumerate(encoder.nearest[query]):
                 alike = label is not None and label.of[i] == label.of[query] >= 0
                 _draw(axes, shown[i], start + x, y, framed=alike)
     if label:
-        said = f"framed: same {label.label}; shares are of the {k} neighbours of each of "
+        legend = f"framed: same {label.label}; shares are of the {k} neighbours of each of "
         rest = f" ({label.unknown} unlabelled: no frame)" if label.unknown else ""
-        said += f"{len(shown) - label.unknown} images{rest}; "
-        said += f"{100 * by_chance(label.values):.0f} % by chance"
-        axes.text(0.03, len(rows) + 0.22, said)
+        legend += f"{len(shown) - label.unknown} images{rest}; "
+        legend += f"{100 * by_chance(label.values):.0f} % by chance"
+        axes.text(0.03, len(rows) + 0.22, legend)
     if found.caption:
         axes.text(0.03, len(rows) + (0.47 if label else 0.22), found.caption)
     axes.set(xlim=(0, wide), ylim=(high - 0.35, -0.35))

@@ -1,4 +1,4 @@
-"""Patch features as colours: what looks alike is alike to the encoder.
+"""Patch features as colours: patches that look alike are alike to the encoder.
 
 Shapes: n images, N = side * side patches, D width.
 """
@@ -22,9 +22,9 @@ CAPTION = (
 def maps(subject: Subject) -> tuple[np.ndarray, float]:
     """The first three principal components of all patches of all images, as red, green, blue.
 
-    First the mean over the images is removed at every position: otherwise the components would
+    The mean over the images is removed first, at every position: otherwise the components would
     show the position embedding, which is the same in every image. Returns colours
-    (n, side, side, 3), 0 to 1, and the share of the variance that the components hold.
+    (n, side, side, 3), 0 to 1, and the share of the variance that the components explain.
     """
     images = pixels(subject.views, subject.config)
     found = patch_features(subject.model, images).double()  # (n, N, D)
@@ -42,7 +42,7 @@ def maps(subject: Subject) -> tuple[np.ndarray, float]:
 
 @house_style()
 def figure(subjects: Sequence[Subject]) -> Figure:
-    """Images, and below them their features, one row per run."""
+    """Draws images, and below them their features, one row per run."""
     views, rows = subjects[0].views[:8], 1 + len(subjects)
     picture, grid = panels(rows, len(views), (1.05 * len(views), 1.15 * rows + 0.55))
     style_images(grid)

@@ -93,7 +93,7 @@ def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
 
 
 def style_plot(axes: Any, title: str = "", x: str = "") -> None:
-    """Horizontal rules, no tick marks, and no frame but the x axis."""
+    """Styles axes with horizontal rules, no tick marks, and no frame but the x axis."""
     axes.set_title(title, size=9)
     axes.set_xlabel(x)
     axes.grid(axis="y", linewidth=0.7)
@@ -102,7 +102,7 @@ def style_plot(axes: Any, title: str = "", x: str = "") -> None:
 
 
 def style_images(grid: Any) -> None:
-    """Neither ticks nor frames around the images on these axes."""
+    """Removes ticks and frames around the images on these axes."""
     for axes in np.asarray(grid).flat:
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
@@ -188,7 +188,7 @@ def faded(image: np.ndarray, context: np.ndarray, side: int) -> np.ndarray:
 def outline(index: np.ndarray, side: int, inset: float = 0.0) -> np.ndarray:
     """The border of a set of patches: segments (n, 2, 2) of ``(x, y)``, one per edge of a patch.
 
-    Drawn `inset` patches further in, so that borders in the same place remain distinct.
+    They lie `inset` patches further in, so that borders in the same place remain distinct.
     """
     inside = np.zeros((side + 2, side + 2), bool)  # with a rim of patches outside
     inside[index // side + 1, index % side + 1] = True
@@ -218,14 +218,14 @@ def resized(image: np.ndarray, edge: int) -> Image.Image:
 
 @house_style()
 def figure(preview: Preview) -> Figure:
-    """An image with its hidden patches faint, and a coloured outline around every target block."""
+    """Draws an image with faint hidden patches and a coloured outline around every target block."""
     picture = Figure(figsize=(2, 2))
     draw_preview(picture.add_axes((0, 0, 1, 1)), preview)
     return picture
 
 
 def draw_preview(axes: Any, preview: Preview) -> None:
-    """The picture of `figure`, on axes that are two inches wide."""
+    """Draws the picture of `figure` on axes that are two inches wide."""
     side = preview.side
     # Whole pixels per patch.
     image = np.asarray(resized(preview.picture, side * max(1, PREVIEW_PIXELS // side)))

@@ -1,4 +1,4 @@
-"""Predictions: which patches resemble them, where they are wrong, where they depend on the noise.
+"""Predictions: patches that resemble them, their errors, and their dependence on the noise.
 
 Heat maps are made as in the paper: the cosine of one prediction with all targets of the same image,
 then a softmax. I-JEPA finds the right place, StoP also finds the same object elsewhere.
@@ -30,8 +30,8 @@ TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map 
 def predict(model: MaskedImageModel, views: list[Preview], config: Config) -> np.ndarray:
     """Cosine of every prediction with every target of its image, without noise: (n, M * K, N).
 
-    `config` is that of the model: it says how images are normalised. The hidden patches are in the
-    order of `view.targets`, block by block.
+    `config` is the model's: it says how images are normalised. The hidden patches are in the order
+    of `view.targets`, block by block.
     """
     model.eval()
     images, (context, targets) = pixels(views, config), indices(views)
@@ -48,7 +48,7 @@ def heat(cosine: np.ndarray) -> np.ndarray:
 
 
 def near(patches: np.ndarray, side: int) -> np.ndarray:
-    """Whether a patch of the grid is one of `patches` (H,) or beside it, corners count: (H, N)."""
+    """Whether a patch of the grid is one of `patches` (H,) or beside it, diagonals too: (H, N)."""
     row, col = np.divmod(np.arange(side * side), side)
     rows, cols = np.divmod(patches[:, None], side)
     return np.maximum(np.abs(row - rows), np.abs(col - cols)) <= 1
@@ -57,7 +57,7 @@ def near(patches: np.ndarray, side: int) -> np.ndarray:
 def heat_nearby(cosines: np.ndarray, views: Sequence[Preview]) -> float:
     """Share of the softmax at the hidden patch and beside it, over all hidden patches of `views`.
 
-    `cosines` are those of `predict`, (n, M * K, N). Equal ones give the share of these patches.
+    `cosines` (n, M * K, N) come from `predict`. If all are equal, it is the share of these patches.
     """
     hot = heat(cosines)
     hot /= hot.sum(axis=-1, keepdims=True)
@@ -73,9 +73,9 @@ def central(patches: np.ndarray, side: int) -> int:
 
 @house_style()
 def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
-    """One row per image: the visible part, then the heat map of one hidden patch for every run.
+    """Draws one row per image: the visible part, then heat maps of one hidden patch per run.
 
-    Above a column, the share of the heat near the place asked for, over all images of the subjects.
+    Titles have the share of the heat near the hidden patch, over all images of the subjects.
     """
     views, columns = subjects[0].views, len(subjects) + 1
     cosines = [predict(subject.model, views, subject.config) for subject in subjects]
@@ -98,8 +98,8 @@ def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
         titles.append(f"{subject.name}\n{100 * heat_nearby(cosine, views):.0f} % of the heat")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
-    said = ("percent: within one patch of the hidden one", views[0].caption)
-    picture.supxlabel("; ".join(filter(None, said)), size=8.5)
+    caption = ("percent: within one patch of the hidden one", views[0].caption)
+    picture.supxlabel("; ".join(filter(None, caption)), size=8.5)
     bar = pictures.colour_bar(picture, shown, grid, shrink=0.5, aspect=24, pad=0.02, ticks=[0, 1])
     bar.ax.set_yticklabels(["least", "most"])
     bar.set_label("similar to the prediction", size=8.5)
@@ -123,7 +123,7 @@ def uncertainty(
         (drawn,) = draw_masks(subject.config, r, [slice(0, n)], torch.device("cpu"))
         context, targets = drawn.context[:n], drawn.targets[:, :n]
         generator = torch_generator("uncertainty", r)
-        # (n, C, D), once for all draws: the noise enters behind the encoder
+        # (n, C, D), once for all draws: the noise enters after the encoder
         seen = model.encoder(images, context, all_tokens=model.target.class_token_seen)
         noises = [model.predictor.draw(context, targets, generator) for _ in range(draws)]
         many = torch.stack([model.predictor(seen, context, targets, noise) for noise in noises])
@@ -141,7 +141,7 @@ def uncertainty(
 
 @house_style()
 def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
-    """One row per image: the image, the error, the variance over noise; one scale per column."""
+    """Draws one row per image: image, error, variance over noise; one scale per column."""
     rows = min(rows, len(subject.views))
     picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
     pictures.style_images(grid)
@@ -160,6 +160,6 @@ def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, size=9)
     grey = "grey: a patch that no mask asked for" if (times[:rows] == 0).any() else ""
-    if said := "; ".join(filter(None, (grey, subject.views[0].caption))):
-        picture.supxlabel(said, size=8.5)
+    if caption := "; ".join(filter(None, (grey, subject.views[0].caption))):
+        picture.supxlabel(caption, size=8.5)
     return picture

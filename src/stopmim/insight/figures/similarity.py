@@ -19,7 +19,7 @@ from stopmim.method.model import MaskedImageModel
 from stopmim.method.positions import Positions
 
 DRAWS = 64  # of every position
-OFF = 0.99  # share of draws still nearest to their own position: noise that changes nothing
+OFF = 0.99  # share of draws nearest to their own position above which the noise changes nothing
 COLUMNS = ("deterministic", "one draw", "mean of {draws} draws")
 
 
@@ -32,7 +32,7 @@ class Similarity(NamedTuple):
 
     @property
     def practically_off(self) -> bool:
-        """Whether hardly any draw could be taken for another position."""
+        """Whether hardly any draw could be mistaken for another position."""
         return bool(self.found.mean() >= OFF)
 
     @property
@@ -110,7 +110,7 @@ def similarity(
 
 @house_style()
 def figure(similarity: Similarity) -> Figure:
-    """One row per query, one column per kind of position, one colour scale, the query framed."""
+    """Draws one row per query, one column per kind of position; the query is framed."""
     rows, columns, side, _ = similarity.maps.shape
     picture, grid = pictures.panels(rows, columns, (5.6, 1.72 * rows))
     pictures.style_images(grid)

@@ -34,7 +34,7 @@ def load(
 ) -> list[Subject]:
     """The newest models of the runs, all with the first images and masks of the first run.
 
-    Without `images`, those the first run was trained on. `show` are the channels for pictures.
+    By default with the images that it was trained on. `show` are the channels for pictures.
     """
     refuse_unlike(runs)
     shown = views(runs[0], images, count, show)
@@ -59,7 +59,7 @@ def views(run: Run, images: Images | None, count: int, show: Sequence[str] = ())
 
 
 def images_of(run: Run) -> Images:
-    """The images a run was trained on, from where run.json says they are."""
+    """The images a run was trained on, opened from the source in run.json."""
     data = run.about.get("data")
     named = data.get("source") if isinstance(data, dict) else None
     if not isinstance(named, str) or not named:

@@ -1,4 +1,4 @@
-"""A quantity over a hyperparameter, several lines to compare: the paper's figures of sigma."""
+"""Figures of a quantity over a hyperparameter, one line per method: the paper's over sigma."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ def along(points: Sequence[tuple[str, Point]]) -> dict[str, list[Point]]:
 
 @house_style()
 def figure(shown: Sequence[Panel]) -> Figure:
-    """Lines through the means over seeds, and a dot for every seed.
+    """Draws lines through the means over seeds, and a dot for every seed.
 
-    Panels of one title show one quantity, over different axes: at the same height.
+    Panels with the same title show one quantity over different axes, and share the vertical axis.
     """
     rows = math.ceil(len(shown) / COLUMNS)
     picture, grid = panels(rows, COLUMNS, (6.6, 2.4 * rows))

@@ -89,7 +89,7 @@ def _carried(positions: Positions) -> str:
 
 @house_style()
 def collapse(runs: Sequence[Run]) -> Figure:
-    """The toy task on the left; the matrix A of runs, if any, and what it carries on the right."""
+    """Draws the toy task on the left and, if there are runs, the norm of their A on the right."""
     columns = 2 if runs else 1
     picture, (grid,) = panels(1, columns, (3.3 * columns, 2.5))
     for colour, name, tied in zip(SERIES, ("tied, A = B", "free A"), (True, False), strict=True):
@@ -117,7 +117,7 @@ def posterior_mean(r: np.ndarray, x: np.ndarray, y: np.ndarray, variance: float)
 
 @house_style()
 def smoothing() -> Figure:
-    """The function to predict, and its best predictions under more and more noise."""
+    """Draws the function to predict, and its best predictions under more and more noise."""
     picture, ((axes,),) = panels(1, 1, (6.4, 2.6))
     axes.plot(PLACES, CLEAN, color=INK, linewidth=1.0, label="exact position")
     for variance, (colour, dash) in VARIANCES.items():

@@ -31,7 +31,7 @@ from stopmim.weights.load import load_model
 
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="ascii")
 EDGE = 240  # pixels of an image of the explorer
-THUMBNAIL = 96  # pixels of an image of the gallery, at most: 300 of them take 1 MB
+THUMBNAIL = 96  # most pixels along an edge of an image of the gallery: 300 of them take 1 MB
 MAPS = 6_000_000  # bytes of heat maps in a page; beyond that, fewer images are shown
 
 
@@ -49,7 +49,7 @@ def as_json(tree: Any) -> str:
 def charts(runs: Sequence[Run], reference: Sequence[Logged]) -> list[dict[str, Any]]:
     """The curves of several runs, panel by panel; the first run is the subject of the page.
 
-    Those of the `reference` come last, in the colours of the subject.
+    The curves of the `reference` come last, in the colours of the subject.
     """
     named = [(i, run.path.resolve().name, run.metrics) for i, run in enumerate(runs)]
     drawn = [*named, *([(-1, "reference", reference)] if reference else [])]

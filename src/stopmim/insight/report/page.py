@@ -1,7 +1,8 @@
 """`report.html` of a run: one self-contained file to open, print or send.
 
 This module only collects: the figures compute what is shown, and page.html puts it into words.
-Everything in a run directory but the figures counts as hostile text: it reaches the page through
+
+Everything in a run directory except the figures counts as hostile text: it reaches the page through
 the template, which escapes it, or as JSON, which the script turns into text and never into tags.
 The browser may run that one script, by its hash, and no other.
 """
@@ -56,7 +57,7 @@ def write_report(
     out: Path | None = None,
     show: Sequence[str] = (),
 ) -> Path:
-    """Writes `report.html` of `run` from whatever is there, and returns its path.
+    """Writes `report.html` of `run` from whatever exists, and returns its path.
 
     Without `images`, those that run.json names are opened; either way they are shown only if the
     run was trained on them. `others` are compared with the run, in curves and a table. `show` are
@@ -69,12 +70,12 @@ def write_report(
     described, config_missing = _attempt(lambda: _described(run, about))
     config, network = described or (None, None)
     if config:
-        FalseColour.of(stats_of(config), show)  # a wrong channel is an error, no missing picture
+        FalseColour.of(stats_of(config), show)  # a wrong channel is an error, not a missing picture
     shown, missing = _attempt(lambda: _images(run, config, images))
     views, views_missing = _attempt(lambda: _views(_known(shown, missing), config, show))
     near, near_missing = _attempt(lambda: neighbours.find([run], _known(shown, missing), show))
     model, model_missing = _attempt(run.model)
-    explored, similar = _of_model(run, config, model, views)  # explored by the script
+    explored, similar = _of_model(run, config, model, views)
     reference = find_reference(config, about.get("data")) if config else None
     stretched = reference.stretched(_updates(config, last)) if config and reference else []
     explored["charts"] = explorer.charts(runs, stretched)
@@ -130,7 +131,7 @@ def _of_model(
 
 
 def _judged(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The results, and what follows from them."""
+    """The results and the conclusions from them."""
     own = of_run(lines)
     return {
         "conclusions": [tally.sentence for tally in tallies(own)],
@@ -201,7 +202,7 @@ def _sequence(tree: object) -> list[Any]:
 
 
 def _described(run: Run, about: dict[str, Any]) -> tuple[Config, MaskedImageModel]:
-    """The config of a run, and its model without weights, to ask for its names."""
+    """The config of a run, and its model without weights, for their descriptions."""
     if "config" not in about:
         raise UserError("run.json has no config")
     config = resolve(run.config)
@@ -232,7 +233,7 @@ def _diagnosis(run: Run) -> Diagnosis | None:
 def _compared(run: Run) -> dict[str, str]:
     """A line of the table of runs."""
     metrics, found = run.metrics, _diagnosis(run)
-    said = [
+    evaluations = [
         f"{tally}, on {tally.data}".removesuffix(", on ") for tally in tallies(of_run(run.results))
     ]
     last = metrics[-1] if metrics else {}
@@ -249,7 +250,7 @@ def _compared(run: Run) -> dict[str, str]:
         "loss": text(last, "loss"),
         "rank": text(measured, "feature_rank" if "feature_rank" in measured else "target_rank"),
         "skill": text(measured, "skill"),
-        "evaluation": "; ".join(said) or "-",
+        "evaluation": "; ".join(evaluations) or "-",
     }
     return row
 
@@ -267,7 +268,7 @@ def _panels(metrics: Sequence[Logged]) -> list[tuple[curves.Panel, dict[str, cur
 
 
 def _images(run: Run, config: Config | None, images: Images | None) -> Images:
-    """The images of the training."""
+    """The images that the run was trained on; raises UserError for any others."""
     if config is None:
         raise UserError("the masks are drawn from the config, which cannot be read")
     images = images_of(run) if images is None else without_skipped(images, config.data.skip)

@@ -22,11 +22,11 @@ def table(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, str]:
-    """A row of the evaluation table; "" for what is unknown.
+    """A row of the evaluation table; "" for unknown cells.
 
-    `of` says data, branch and step as far as they `differ` between lines; `colour` is "up" or
-    "down" if the verdict is above or below random init. The bar is drawn with `fill`, `left`,
-    `wide` and `random`, all in percent, if the value is.
+    `of` names data, branch and step if they `differ` between lines; `colour` is "up" or "down" if
+    the verdict is above or below random init. The bar is drawn with `fill`, `left`, `wide` and
+    `random`, all in percent if the value is.
     """
     keys = ("value", "random_init", "low", "high", "chance")
     value, random_init, low, high, chance = (number(line.get(key)) for key in keys)
@@ -70,7 +70,7 @@ def as_text(line: Mapping[str, Any], differ: Collection[str] = ()) -> dict[str, 
 
 
 def _origin(line: Mapping[str, Any]) -> dict[str, str]:
-    """Data, branch and step of a result in words; "" for what is unknown."""
+    """Data, branch and step of a result in words; "" if unknown."""
     data = "videos" if line.get("protocol") == "tracking" else "test_data"
     words = {data: "on {}", "branch": "{} encoder", "step": "step {}"}
     found = {key: entry({"branch": "target", **line}, key) for key in words}

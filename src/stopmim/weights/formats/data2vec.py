@@ -1,8 +1,8 @@
-"""data2vec and BEiT: a ViT that knows only how far apart two patches are, read only.
+"""data2vec and BEiT, read only: a ViT that knows only the distances between patches.
 
 It has no table of positions. Instead every attention adds a bias, the same in all blocks, which is
-looked up by the distance between two patches; attention from and to the class token has entries of
-its own. Names are those of the published files.
+looked up by the distance between two patches; attention from and to the class token has its own
+entries. Names are those of the published files.
 
 Shapes: B images, N patches, K of them kept, D width, S patches along an edge in training.
 """

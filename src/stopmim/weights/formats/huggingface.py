@@ -1,6 +1,6 @@
 """Folders of Hugging Face transformers: I-JEPA, ViT and ViT-MAE models.
 
-Weights have the names of files on the hub, which every version of transformers translates.
+Weights have the names used in files on the hub, which every version of transformers translates.
 """
 
 import json
@@ -73,7 +73,7 @@ class HuggingFace(Format):
         return vit.read(weights, str(folder), file.heads or own, eps)
 
     def stats(self, file: WeightFile) -> PixelStats | None:
-        """From the header of its weights, where `write` puts the tag."""
+        """Statistics from the header of the weights, where `write` puts the tag."""
         weights = file.path / FILES[0]
         tag = metadata(weights).get(vit.PIXELS_TAG) if weights.is_file() else None
         return None if tag is None else from_tag(json.loads(tag))
@@ -112,7 +112,7 @@ class HuggingFace(Format):
 
 
 def _processor(encoder: VisionTransformer, stats: PixelStats) -> dict[str, Any]:
-    """The settings of an image processor for pictures; none of theirs takes other images."""
+    """Settings of an image processor for pictures; transformers has none for other images."""
     size, (mean, std) = encoder.side * encoder.patch, stats.unit()
     # Not ViT's own processor: it squeezes images into a square and normalises with 0.5.
     return {

@@ -22,7 +22,7 @@ NAMES = {f"decoder_{x}": f"predictor_{x}" for x in ("embed", "blocks", "norm", "
 NAMES |= {"decoder_pred": "predictor_proj", "mask_token": "mask_token"}
 TABLE = "predictor_pos_embed"
 DECODER_WIDTH, DECODER_HEADS = 512, 16  # of every published decoder
-# The tag of MAE's own files. None says whether pixels were normed; most were.
+# A tag for MAE's own files. They do not say whether pixels were normed; most were.
 PUBLISHED = {"positions": "sincos", "bias": "mask_token", "tokens": "masked", "norm_pixels": True}
 
 

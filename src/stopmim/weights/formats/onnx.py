@@ -25,7 +25,7 @@ class Onnx(Format):
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         """Writes model.onnx and compares its features with ours."""
-        # Else its import begins a session of telemetry, and leaves TMPDIR/.ses.
+        # Without it, importing onnxruntime starts a telemetry session, and leaves TMPDIR/.ses.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime

@@ -27,7 +27,7 @@ class PlainVit(Format):
         return vit.read(vit.encoder_weights(found[name], str(file)), str(file), file.heads)
 
     def project(self, file: WeightFile, encoder: Encoder) -> str:
-        """The project that wrote the file; all candidates for an encoder without more."""
+        """The project that wrote the file; all candidates if there is nothing but the encoder."""
         found = _state_dicts(file.tree)
         if TRUNK[0] in file.tree:
             return "VISSL"

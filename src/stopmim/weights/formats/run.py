@@ -30,7 +30,7 @@ class OwnRun(Format):
         path, epoch = file.path, None
         is_run = (path / "run.json").exists()
 
-        def read(newest: Path) -> tuple[Contents, dict[str, Any]]:  # of one and the same
+        def read(newest: Path) -> tuple[Contents, dict[str, Any]]:  # both of the same checkpoint
             return super(OwnRun, self).contents(WeightFile(newest)), checkpoint.state(newest)
 
         found, state = checkpoint.read_newest(path, read)

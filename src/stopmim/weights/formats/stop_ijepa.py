@@ -1,8 +1,8 @@
 """The ``.pth.tar`` of I-JEPA's and StoP's code: encoder, target encoder and predictor.
 
-Both save the same predictor keys and use them differently, but create them in a different order:
-`mask_token` comes before `predictor_pos_embed` in I-JEPA and after it in StoP. Our exports say in a
-tag which predictor it is, and the tag decides.
+Both save the same predictor keys and use them differently. They can be told apart by the order of
+keys: `mask_token` comes before `predictor_pos_embed` in I-JEPA and after it in StoP. Our exports
+name the predictor in a tag, which decides.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ class StopIjepa(Format):
         return f"{whose}, by the order of the predictor's keys"
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
-        """Writes the only pickle of this package, because that code reads nothing else.
+        """Writes the only pickle of this package, because the code of I-JEPA reads nothing else.
 
-        ``weights_only=True`` reads it too. It has no optimizer state: it cannot be resumed.
+        ``weights_only=True`` reads it too. It has no optimizer state, so training cannot resume.
         """
         model = contents.model
         if model is None:

@@ -64,7 +64,7 @@ class Timm(Safetensors):
         return from_timm(model, str(file))
 
     def stats(self, file: WeightFile) -> PixelStats | None:
-        return None  # of channels other than red, green and blue timm publishes none
+        return None  # timm publishes none for channels other than red, green and blue
 
     def write(self, contents: Contents, encoder: VisionTransformer, folder: Path) -> None:
         super().write(contents, encoder, folder)
@@ -149,7 +149,7 @@ def from_timm(model: nn.Module, source: str = "timm") -> VisionTransformer:
     """Our encoder with the weights of a plain ViT of timm; equal features prove that it is one."""
     inner: Any = model
     with vit.refusing(f"{source}: not a plain ViT"):
-        # Weights do not tell them: timm has a B/16 with 16 heads.
+        # Weights do not determine these: timm has a B/16 with 16 heads.
         heads, eps = int(inner.blocks[0].attn.num_heads), float(inner.norm.eps)
     encoder = vit.read(vit.encoder_weights(inner.state_dict(), source), source, heads, eps)
     edge, training = encoder.side * encoder.patch, model.training
