@@ -191,7 +191,7 @@ def take_turns(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Seconds of each run in each round, after a warm-up round."""
+    """Seconds of each run in each round, after a warmup round."""
     say(f"{rounds} rounds of {', '.join(runs)}")
     times: Times = {name: [] for name in runs}
     for turn in range(rounds + 1):

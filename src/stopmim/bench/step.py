@@ -174,7 +174,7 @@ def bench_masks(
     def draw() -> None:
         draw_masks(config, next(steps), [slice(0, batch_size)], device)
 
-    _, *times = [timing.seconds_per_call(draw, device) for _ in range(1 + rounds)]  # warm-up first
+    _, *times = [timing.seconds_per_call(draw, device) for _ in range(1 + rounds)]  # warmup first
     line: Line = {"bench": "masks", **timing.sizes(config)}
     line |= timing.speed(times, batch_size) | timing.circumstances(config)
     return timing.record_lines([line], out, f"masks_{config.arch}")

@@ -1,7 +1,7 @@
 """Fine-tuning: trains the whole encoder with labels, from its pretrained weights.
 
 There are I-JEPA's 1 % recipe and MAE's. The first is one paragraph (I-JEPA, appendix A.2); where it
-is silent, MAE's choices are used: five epochs of warm-up, a final rate of 1e-6, betas 0.9 and
+is silent, MAE's choices are used: five epochs of warmup, a final rate of 1e-6, betas 0.9 and
 0.999, tokens averaged before a new norm that replaces the encoder's last one, a head initialised at
 2e-5, trained positions, incomplete batches dropped. 3e-5 is read as the rate itself, not as a rate
 per 256 images. The last epoch counts; the best one on test is the reading of the papers.

@@ -108,7 +108,7 @@ def _adamw_update(  # type: ignore[no-untyped-def]
 
 
 class Table(NamedTuple):
-    """What updates read of weights that stay where they are."""
+    """Addresses and sizes of the weights, which stay where they are."""
 
     rows: Tensor  # (W, 9), int64
     gradients: Tensor  # (W,), addresses
