@@ -1,4 +1,4 @@
-"""Hostile arrays: a few bytes that claim to be gigabytes of pixels, in every format."""
+"""Hostile arrays and tables: a few bytes that claim to be gigabytes, in every format."""
 
 import io
 import json
@@ -222,3 +222,57 @@ def _archive(dtype: str, size: int) -> Write:
         path.write_bytes(buffer.getvalue())
 
     return make
+
+
+# ------------------------------------------------------------------------------ Parquet
+
+
+def tables() -> dict[str, Write]:
+    """Tables whose footer says that they hold next to nothing."""
+    return {
+        "table that lies about a page.parquet": lying(1, 7 * 10**8, 1),
+        "table that lies about pages.parquet": lying(700, 10**6, 700),
+        "table that lies about a dictionary.parquet": lying(100, 10**6, 20_000),
+    }
+
+
+def lying(values: int, size: int, rows: int) -> Write:
+    """So many images of `size` bytes in as many rows or more."""
+
+    def make(path: Path) -> None:
+        import pyarrow as pa
+
+        each = pa.array([i.to_bytes(2, "big") * (size // 2) for i in range(values)], pa.binary())
+        if rows > values:
+            index = np.arange(rows, dtype=np.int32) % values
+            each = pa.DictionaryArray.from_arrays(index, each)
+        table = pa.table({"image": pa.StructArray.from_arrays([each], ["bytes"])})
+        _write_lie(path, table, use_dictionary=rows > values, dictionary_pagesize_limit=2**30)
+
+    return make
+
+
+def _write_lie(path: Path, table: Any, **options: Any) -> None:
+    """A table of one row group whose footer says that its columns take one byte."""
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        table, path, row_group_size=len(table), compression="zstd", store_schema=False, **options
+    )
+    about, data = pyarrow.parquet.read_metadata(path).row_group(0), path.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer = data[start:]
+    sizes = [about.column(i).total_uncompressed_size for i in range(about.num_columns)]
+    for size in (about.total_byte_size, *sizes):
+        true = _zigzag(size)
+        lie = b"\x82" + b"\x80" * (len(true) - 2) + b"\0" if len(true) > 1 else b"\2"
+        footer = footer.replace(true, lie)
+    path.write_bytes(data[:start] + footer)
+
+
+def _zigzag(value: int) -> bytes:
+    """A number as Thrift's compact protocol writes it."""
+    value, found = 2 * value, b""
+    while value > 127:
+        value, found = value >> 7, found + bytes([value & 127 | 128])
+    return found + bytes([value])

@@ -28,7 +28,7 @@ def data() -> dict[str, dict[str, Write]]:
     """Kind to name to writer."""
     lists = {f"{kind} list": _lists(kind) for kind in ("skip", "name")}
     sources = _folders() | _archives() | _tables() | _tars() | _image_lists() | _layouts()
-    sources |= hostile_arrays.folders() | hostile_arrays.archives()
+    sources |= hostile_arrays.folders() | hostile_arrays.archives() | hostile_arrays.tables()
     return {"data": sources, "videos": _videos(), **lists}
 
 
