@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+import hostile_arrays
 from hostile_weights import Code, Write, link, overlapping, sparse
 from tiny import NoiseImages
 
@@ -27,6 +28,7 @@ def data() -> dict[str, dict[str, Write]]:
     """Kind to name to writer."""
     lists = {f"{kind} list": _lists(kind) for kind in ("skip", "name")}
     sources = _folders() | _archives() | _tables() | _tars() | _image_lists() | _layouts()
+    sources |= hostile_arrays.folders() | hostile_arrays.archives() | hostile_arrays.tables()
     return {"data": sources, "videos": _videos(), **lists}
 
 

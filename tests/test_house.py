@@ -30,7 +30,8 @@ data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack da
 data.skip data.rasters.windows data.rasters.open data.transform data.sources.file_images
 data.sources.scanning data.sources.folder data.sources.layouts data.sources.lists
 data.sources.groups data.channel_facts data.protocols data.fetch data.remote_cache
-data.sources.shards data.sources.parquet data.sources.tar data.ahead data.sources.datasets_library
+data.sources.shards data.sources.parquet_pages data.sources.parquet data.sources.tar data.ahead
+data.sources.datasets_library
 data.sources.indexed_tar data.sources.urls data.sources.open data.messages data.worker_loop
 data.workers data.encoded data.survey data.facts data.loading data data.pack data.content data.check
 runs runs.verdict runs.identity runs.lock runs.logs runs.shards runs.checkpoint runs.saver runs.run

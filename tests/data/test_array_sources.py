@@ -369,3 +369,17 @@ def test_one_large_file_is_a_source(tmp_path: Path) -> None:
     opened = open_image(Subset(cube, [0]), 0)
     assert opened is not None
     np.testing.assert_array_equal(opened.read(Box(3, 4, 5, 6)), image(0)[3:8, 4:10])
+
+
+def test_an_archive_whose_numbers_grow_when_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stopmim.data.sources.arrays.MAX_EXPANDED", 200_000)
+    for kind, is_read in (("bool", True), ("uint8", True), ("int8", False), ("float16", False)):
+        pixels = np.zeros((50, 32, 32, 3), kind)[: 25 if kind == "float16" else 50]
+        np.savez_compressed(tmp_path / "a.npz", images=pixels)
+        if is_read:
+            assert open_images(tmp_path / "a.npz").read(0).shape == (32, 32, 3)
+            continue
+        with pytest.raises(DataError, match="expands to 307200 bytes; STOPMIM_MAX_BYTES=307200"):
+            open_images(tmp_path / "a.npz")

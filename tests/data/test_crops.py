@@ -349,3 +349,18 @@ def test_a_large_image_of_16_bits_is_averaged_before_it_becomes_floats() -> None
     assert peak < 2**28  # as floats it would have twice the bytes
     plain = resized(image[:1000], 32, 32)
     torch.testing.assert_close(found, plain, rtol=0, atol=30)  # a pixel is 10 apart from the next
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int16", "float32"])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_a_large_image_is_resized_by_strips_to_the_same_numbers(
+    kind: str, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = np.random.default_rng(0).integers(0, 9000, (211, 157, 3)).astype(kind)
+    if kind == "float32":
+        image[40:90, 7, 1] = np.nan
+    for size in ((20, 30), (300, 157), (211, 400)):
+        whole = resized(image, *size, mode)
+        monkeypatch.setattr("stopmim.data.crops.FLOATS", 2**13)
+        assert torch.equal(resized(image, *size, mode), whole)
+        monkeypatch.undo()

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+import hostile_arrays
 from stopmim.base.errors import DataError
 from stopmim.cli import main
 from stopmim.data.decode import BadImageError
@@ -20,6 +21,7 @@ from stopmim.data.images import Chunked
 from stopmim.data.order import permutation
 from stopmim.data.sources.open import open_images
 from stopmim.data.sources.parquet import Parquet
+from stopmim.data.sources.parquet_pages import unpacked
 
 
 def png(value: int) -> bytes:
@@ -211,3 +213,21 @@ def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None
     assert [images.name(i) for i in range(2)] == ["a/0.parquet row 0", "c/0.parquet row 0"]
     assert images.unreadable[0].startswith("b/0.parquet: ")
     assert Parquet(files[:1]).name(0) == "0.parquet row 0"
+
+
+def test_the_pages_say_how_large_they_are_whatever_the_footer_says(tmp_path: Path) -> None:
+    hostile_arrays.lying(3, 10**6, 60)(tmp_path / "a.parquet")
+    group = pq.read_metadata(tmp_path / "a.parquet").row_group(0)
+    assert group.total_byte_size < 100
+    total, largest = unpacked(str(tmp_path / "a.parquet"), [group.column(0)])
+    assert 3 * 10**6 < largest < total < 3.1 * 10**6
+
+
+def test_a_page_that_a_small_file_cannot_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile_arrays.lying(3, 10**6, 60)(tmp_path / "a.parquet")
+    monkeypatch.setattr("stopmim.data.sources.parquet.MAX_EXPANDED", 4 * 10**6)
+    images = open_images(tmp_path / "a.parquet")
+    with pytest.raises(BadImageError, match="bytes of pages, the largest of"):
+        images.read(0)

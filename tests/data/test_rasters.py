@@ -1,5 +1,6 @@
 """Arrays in files: the same pixels whatever the format, whole and by the box."""
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import zarr
 from odd_arrays import dicom
 from PIL import Image
 
+import hostile_arrays
 from stopmim.data.channels import Form
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
@@ -306,3 +308,46 @@ def test_more_than_fits_into_memory_is_not_read_at_once() -> None:
     vast = Plain(np.broadcast_to(np.uint16(7), (side, side, 1)))
     with pytest.raises(BadImageError, match="more than the 512 MiB"):
         vast.read()
+
+
+def test_what_is_slow_to_decode_is_bounded_sooner(tmp_path: Path) -> None:
+    slow = {"plain": (1, 1), "deflate": (8, 1), "predicted": (8, 2), "lzma": (34925, 1)}
+    found = {}
+    for name, (codec, predictor) in slow.items():
+        path = tmp_path / f"{name}.tif"
+        hostile_arrays.tiles(codec, 2**22, predictor=predictor)(path)
+        found[name] = opened(path).slow
+    assert found == {"plain": 1, "deflate": 1, "predicted": 2, "lzma": 4}
+    hostile_arrays.tiles(8, 2**32, predictor=2)(tmp_path / "large.tif")
+    with pytest.raises(BadImageError, match=r"more than the 2\.0 GiB, stored like this"):
+        read_whole(opened(tmp_path / "large.tif"))
+
+
+def test_few_squares_are_read_of_tiles_that_are_large() -> None:
+    class Rows(Plain):
+        decoded = 0
+
+        def read(self, box: Box | None = None) -> np.ndarray:
+            self.decoded += self.tile * (-(-box.height // self.tall) + 1 if box else 1)
+            return super().read(box)
+
+    rows = Rows(np.broadcast_to(np.uint8(7), (4096, 2**20, 1)))
+    rows.tall, rows.tile = 64, 2**26
+    read_sample(rows, np.random.default_rng(0))
+    assert rows.decoded <= 2**30  # 5 GiB of 16 squares
+
+
+def test_a_map_of_numbers_to_convert_does_not_stay_in_memory(tmp_path: Path) -> None:
+    path, held = tmp_path / "a.npy", list[int]()
+    np.save(path, np.arange(2**25, dtype=np.float64).reshape(2**12, 2**13, 1))
+    raster = opened(path)
+    base = resident()
+    found = raster.read()
+    held.append(resident() - base)
+    assert held[0] < found.nbytes + 2**26  # and not 256 MiB more
+    np.testing.assert_array_equal(found.ravel()[:: 2**20], np.arange(0, 2**25, 2**20))
+
+
+def resident() -> int:
+    """Bytes of this process in memory, with pages of files."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

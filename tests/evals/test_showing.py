@@ -136,11 +136,10 @@ def test_untrained_networks_see_what_was_read_for_the_encoder(
     inputs = Inputs(VisionTransformer(24, 6, width=12, depth=1, heads=2), train, test)
     assert inputs.random_inits == 8
     suite(inputs, [Knn()])
-    once = 1  # for the shape of the views
-    assert (train.reads, test.reads) == (30 + once, 20 + once)
+    assert (train.reads, test.reads) == (30, 20)  # the first of each too: it may be large
 
 
-@pytest.mark.parametrize(("share", "again"), [(1.0, 0), (0.0, N + 1)])
+@pytest.mark.parametrize(("share", "again"), [(1.0, 0), (0.0, N)])
 def test_views_are_kept_only_where_there_is_room(
     share: float, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,8 @@ def as_kind(pixels: np.ndarray) -> np.ndarray | None:
         return pixels
     if name not in _CONVERTED:
         return None
+    if name == "bool":
+        return pixels.view(np.uint8)
     with np.errstate(over="ignore"):  # infinity counts as missing, see crops.resized
         return pixels.astype(_CONVERTED[name])
 

@@ -26,6 +26,7 @@ LONGEST = 64
 # Bytes of an image above which squares of its pixels are averaged before it is resized, as floats,
 # and about how many are left. A photograph of 8 bits that can be decoded is smaller.
 HELD, LEFT = 2**28, 2**26
+FLOATS = 2**24  # numbers of an image above which it becomes floats by the strip
 
 
 class Box(NamedTuple):
@@ -81,13 +82,34 @@ def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear")
         if (by := min(math.ceil(math.sqrt(image.nbytes / LEFT)), *spare)) > 1:
             image = averaged(image, by)
     if image.dtype != np.uint8:
-        image = finite(image).astype(np.float32)
+        if image.ndim == 3 and image.size > FLOATS:
+            image = _narrowed(image, width, mode)
+        image = finite(image).astype(np.float32, copy=False)
     # A contiguous copy in memory order H, W, C, viewed as a batch: torch then resizes the three
     # channels together, in two thirds of the time of a strided view or of 3, H, W.
     pixels = torch.from_numpy(np.require(image, requirements=["C", "W"]))
     batch = (pixels if pixels.ndim == 4 else pixels[None]).permute(0, 3, 1, 2)
     found = F.interpolate(batch, (height, width), mode=mode, antialias=True)
     return found if pixels.ndim == 4 else found[0]
+
+
+def _narrowed(image: np.ndarray, width: int, mode: Mode) -> np.ndarray:
+    """`image` (H, W, C) resized to (H, width, C), float32, by strips: the filter does rows first.
+
+    Whole, it would be held three times as floats.
+    """
+    height, channels = image.shape[0], image.shape[2]
+    found = np.empty((height, width, channels), np.float32)
+    least = _least(image) if image.dtype.kind == "f" else None
+    rows = max(1, FLOATS // (4 * image[0].size))
+    for top in range(0, height, rows):
+        part = image[top : top + rows]
+        if least is not None:
+            part = np.where(np.isfinite(part), part, least)
+        pixels = torch.from_numpy(part.astype(np.float32, order="C"))[None].permute(0, 3, 1, 2)
+        strip = F.interpolate(pixels, (len(part), width), mode=mode, antialias=True)
+        found[top : top + rows] = strip[0].permute(1, 2, 0)
+    return found
 
 
 def averaged(image: np.ndarray, by: int) -> np.ndarray:
@@ -114,8 +136,14 @@ def finite(image: np.ndarray) -> np.ndarray:
     """
     if image.dtype.kind != "f" or (known := np.isfinite(image)).all():
         return image
+    return np.where(known, image, _least(image))
+
+
+def _least(image: np.ndarray) -> np.ndarray:
+    """The smallest finite value of each channel of `image` (..., H, W, C), or 0."""
+    known = np.isfinite(image)
     least = image.min(axis=(-3, -2), keepdims=True, where=known, initial=np.inf)
-    return np.where(known, image, np.where(np.isfinite(least), least, 0))
+    return np.where(np.isfinite(least), least, 0)
 
 
 def resized_crop(

@@ -19,6 +19,7 @@ from stopmim.data.survey import common_form
 from stopmim.data.workers import Watched, batches
 
 CHUNK = 32  # images per answer of a worker
+STRIP = 2**25  # bytes of pixels that are hashed at a time
 SEARCHED = 500_000  # images per split whose thumbnails are kept, 576 bytes each
 
 ROW = np.dtype(
@@ -81,15 +82,26 @@ def look_at(watched: Watched, form: Form, numbers: list[int]) -> Facts:
             except BadImageError as error:
                 bad.append((number, str(error)))
                 continue
-        data = files[-1] if files else np.ascontiguousarray(pixels).data.cast("B")
         kinds[format_of(files[-1]) if files else "pixels"] += 1
-        rows.append((number, *pixels.shape[:2], hashlib.sha256(data).digest()[:16]))
+        rows.append((number, *pixels.shape[:2], _digest(files[-1] if files else pixels)))
         small.append(thumbnail(pixels)[None])
         channels.append(None if form.is_rgb else ChannelFacts.of(pixels))
         del pixels  # before the next ones are read
     thumbnails = np.concatenate(small)
     every, whole = np.arange(len(thumbnails)), join_channel_facts(channels)
     return Facts(np.array(rows, ROW), kinds, bad, every, thumbnails, whole)
+
+
+def _digest(data: bytes | np.ndarray) -> bytes:
+    """The start of the sha256 of a file, or of the pixels of an array in the order H, W, C."""
+    digest = hashlib.sha256()
+    if isinstance(data, bytes):
+        digest.update(data)
+    else:
+        rows = max(1, STRIP // max(1, data[:1].nbytes))  # planes are copied to be in that order
+        for top in range(0, len(data), rows):
+            digest.update(np.ascontiguousarray(data[top : top + rows]).data.cast("B"))
+    return digest.digest()[:16]
 
 
 class Copies(NamedTuple):

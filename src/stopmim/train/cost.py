@@ -15,14 +15,16 @@ import numpy as np
 import torch
 
 from stopmim.base.memory import main_memory
-from stopmim.base.random_keys import torch_generator
+from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
 from stopmim.data import survey
 from stopmim.data.ahead import in_reach
 from stopmim.data.channels import Form
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Images
+from stopmim.data.images import Images, open_image
+from stopmim.data.rasters.raster import MOST, bytes_of
+from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import cores, default_workers
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, build_target, draw_masks
@@ -61,11 +63,20 @@ def look(images: Images, seen: Form | None = None) -> Facts:
     for number in in_reach(images, numbers.tolist(), lambda number: [number], 0):
         begin = time.perf_counter()
         with contextlib.suppress(BadImageError):
-            sides.append(min(images.read(number).shape[:2]))
+            sides.append(_read_side(images, number))
         seconds += (time.perf_counter() - begin) / len(numbers)
     side = int(np.median(sides)) if sides else 0
     seen = seen or survey.common_form(images)
     return Facts(len(images), side, seconds, default_workers(images), seen)
+
+
+def _read_side(images: Images, number: int) -> int:
+    """The shorter side of an image, which is read; of one that is beyond memory, parts are."""
+    raster = open_image(images, number)
+    if raster is None or bytes_of(raster) <= MOST:
+        return min(images.read(number).shape[:2])
+    read_sample(raster, numpy_generator("parts", number))
+    return min(raster.shape[:2])
 
 
 # ------------------------------------------------------------------------------ the network

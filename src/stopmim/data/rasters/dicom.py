@@ -14,6 +14,7 @@ from stopmim.config.data import Kind
 from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError, quiet
 from stopmim.data.rasters.raster import (
+    STRIP,
     Raster,
     Stored,
     bytes_of,
@@ -36,6 +37,7 @@ class Dicom:
 
     levels: Sequence[Raster] = ()
     names: list[str]
+    slow = 1
 
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
@@ -70,6 +72,7 @@ class Dicom:
                 pixels = np.asarray(file.pixel_array)
             except (NotImplementedError, RuntimeError, AttributeError):
                 raise BadImageError(_why_not(file)) from None
+        del file  # with the bytes that the pixels were in
         height, width, channels = self.shape
         if pixels.size != height * width * channels:
             raise BadImageError(f"{pixels.shape} pixels, expected {self.shape}")
@@ -99,11 +102,19 @@ class Dicom:
         return "int16" if whole and fits else "float32"
 
     def _measured(self, stored: np.ndarray) -> np.ndarray:
-        if self.file.get("PhotometricInterpretation") == "MONOCHROME1":
-            stored = sum(self._range()) - stored.astype(np.int32)
-        if self._rescaled:
-            return (stored * self.slope + self.intercept).astype(self.kind)
-        return stored.astype(self.kind, copy=False)
+        turned = self.file.get("PhotometricInterpretation") == "MONOCHROME1"
+        if not turned and not self._rescaled:
+            return stored.astype(self.kind, copy=False)
+        found = np.empty(stored.shape, self.kind)
+        rows = max(1, STRIP // (8 * stored[:1].size))  # as floats of 64 bits on the way
+        for top in range(0, len(stored), rows):
+            part = stored[top : top + rows]
+            if turned:
+                part = sum(self._range()) - part.astype(np.int32)
+            if self._rescaled:
+                part = part * self.slope + self.intercept
+            found[top : top + rows] = part
+        return found
 
 
 class _Parts:

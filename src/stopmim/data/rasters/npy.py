@@ -19,7 +19,7 @@ Header = tuple[tuple[int, ...], bool, np.dtype]  # shape, whether in Fortran's o
 
 def open_npy(stored: Stored) -> Plain:
     """An array (H, W), (H, W, C) or (C, H, W); a large file is mapped, not read."""
-    return Plain(channels_last(_array(stored.data)))
+    return Plain(channels_last(_array(stored.data)), stored=stored)
 
 
 def open_npz(stored: Stored) -> Plain:

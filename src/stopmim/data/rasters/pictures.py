@@ -47,7 +47,7 @@ def open_picture(stored: Stored) -> Raster:
     shape = check_shape(height, width, 1 if start[:2] == b"P5" else 3)
     if highest > 65535 or header.end() + 2 * height * width * shape[2] > len(stored):
         raise BadImageError("ends within its pixels")
-    return Plain(np.ndarray(shape, ">u2", stored.data, header.end()))
+    return Plain(np.ndarray(shape, ">u2", stored.data, header.end()), stored=stored)
 
 
 class Picture:
@@ -55,6 +55,7 @@ class Picture:
 
     levels: Sequence[Raster] = ()
     kind: Kind
+    slow = 1
 
     def __init__(self, stored: Stored) -> None:
         self.stored, self.names = stored, list[str]()

@@ -33,6 +33,9 @@ MOST = 2**29  # bytes of pixels that are held at a time
 # and of a tile of an image that is not read at once.
 PADDED, PADDING = 2**27, 8
 SMALL = 2**24  # bytes: a smaller file is read whole, a larger one is mapped
+STRIP = 2**25  # bytes that are converted at a time, and of a map that are held
+# How many times as long as deflate a codec takes; those that are not here take as long, or less.
+SLOW = {"bz2": 4, "jpeg2k": 4, "jpegxl": 4, "lzma": 4, "png": 2, "webp": 2}
 
 
 _AXES = {"lat": "y", "latitude": "y", "lon": "x", "longitude": "x"}
@@ -51,6 +54,7 @@ class Raster(Protocol):
     levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
     tall: int  # rows that are decoded together
     tile: int  # bytes that are decoded together
+    slow: int  # how many times as long as deflate its codec takes for the same pixels
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
@@ -65,6 +69,7 @@ class Stored:
 
     def __init__(self, data: bytes | mmap.mmap, path: bytes | None = None) -> None:
         self.data, self.path = data, path
+        self.read = 0  # bytes of a map since it was given back
 
     @classmethod
     def open(cls, path: bytes, small: int = SMALL) -> "Stored":
@@ -84,7 +89,16 @@ class Stored:
         """`size` bytes from `at` on; an error if the file ends before."""
         if not 0 <= at <= at + size <= len(self.data):
             raise BadImageError(f"ends at byte {len(self.data)}, but has data at {at + size}")
+        self.read += size
+        if self.read > STRIP:
+            self.give_back()
         return self.data[at : at + size]
+
+    def give_back(self) -> None:
+        """Lets go of the pages of a map that were read: they would count as memory in use."""
+        self.read = 0
+        if isinstance(self.data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
 
     def stream(self) -> BinaryIO:
         """A file object with these bytes, for libraries."""
@@ -97,17 +111,31 @@ class Plain:
     """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
 
     levels: Sequence[Raster] = ()
-    tall, tile = 1, 0
+    tall, tile, slow = 1, 0, 1
 
-    def __init__(self, pixels: np.ndarray, names: Sequence[str] = ()) -> None:
-        self.pixels, self.names = pixels, list(names)
+    def __init__(
+        self, pixels: np.ndarray, names: Sequence[str] = (), stored: "Stored | None" = None
+    ) -> None:
+        self.pixels, self.names, self.stored = pixels, list(names), stored
         self.kind = kind_of(pixels.dtype)
         height, width, channels = pixels.shape
         self.shape = check_shape(height, width, channels)
 
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, box)
-        return cut(self.pixels, box).astype(self.kind, copy=False)
+        if self.stored:
+            self.stored.give_back()  # what the box before this one has read
+        pixels = cut(self.pixels, box)
+        if pixels.dtype == self.kind:
+            return pixels
+        found = np.empty(pixels.shape, self.kind)
+        rows = max(1, STRIP // max(1, pixels[:1].nbytes))
+        for top in range(0, len(pixels), rows):
+            with np.errstate(over="ignore"):  # infinity counts as missing, see crops.resized
+                found[top : top + rows] = pixels[top : top + rows]
+            if self.stored:
+                self.stored.give_back()
+        return found
 
 
 def kind_of(dtype: np.dtype) -> Kind:

@@ -27,13 +27,18 @@ class Stack:
         self.kind = first.kind
         self.shape = check_shape(*first.shape[:2], len(parts))
         self.tall, self.tile = max(x.tall for x in parts), sum(x.tile for x in parts)
+        self.slow = max(x.slow for x in parts)
         each = min(len(part.levels) for part in parts)
         self.levels: Sequence[Raster] = [
             Stack([part.levels[i] for part in parts], names) for i in range(each)
         ]
 
     def read(self, box: Box | None = None) -> np.ndarray:
-        return np.concatenate([part.read(box) for part in self.parts], axis=2)
+        height, width = (box.height, box.width) if box else self.shape[:2]
+        found = np.empty((height, width, len(self.parts)), self.kind)
+        for i, part in enumerate(self.parts):
+            found[:, :, i : i + 1] = part.read(box)
+        return found
 
 
 class SomeChannels:
@@ -45,7 +50,7 @@ class SomeChannels:
             raise BadImageError(f"{whole.shape[2]} channels; channel {max(self.index)} is missing")
         self.kind = whole.kind
         self.shape = whole.shape[0], whole.shape[1], len(self.index)
-        self.tall, self.tile = whole.tall, whole.tile
+        self.tall, self.tile, self.slow = whole.tall, whole.tile, whole.slow
         self.names = [whole.names[i] for i in self.index] if whole.names else []
         self.levels: Sequence[Raster] = [SomeChannels(level, index) for level in whole.levels]
 

@@ -20,6 +20,7 @@ from stopmim.data.decode import MAX_PIXELS, BadImageError
 from stopmim.data.rasters import tiff_tags as tags
 from stopmim.data.rasters.raster import (
     MOST,
+    SLOW,
     Plain,
     Raster,
     Stored,
@@ -47,7 +48,7 @@ def open_tiff(stored: Stored) -> Raster:
     pages, levels = _planes(Directories(stored))
     names = _names(pages)
     if (pixels := _plain(stored, pages)) is not None and not levels:
-        return Plain(pixels, names)
+        return Plain(pixels, names, stored)
     return Tiff(stored, pages, names, [Tiff(stored, level, names) for level in levels])
 
 
@@ -145,6 +146,7 @@ class Tiff:
         self.shape = first.height, first.width, first.samples * len(pages)
         parts = first.segments
         self.tall = parts.height
+        self.slow = max(_slow(page) for page in pages)
         each = parts.height * parts.width * (1 if first.separate else first.samples)
         self.tile = each * first.dtype.itemsize
         check_tiles(self, len(parts.sizes) * len(pages))
@@ -205,6 +207,12 @@ class Tiff:
             rows = rows.reshape(shape[0], page.dtype.itemsize, -1).swapaxes(1, 2)
             return np.ascontiguousarray(rows).view(page.dtype.newbyteorder(">")).reshape(shape)
         return pixels
+
+
+def _slow(page: Page) -> int:
+    """How many times as long as deflate a page takes; sums along its rows take as long again."""
+    codec = CODECS.get(page.compression) or PICTURES.get(page.compression, "")
+    return max(SLOW.get(codec, 1), 2 if page.predictor != 1 else 1)
 
 
 def _unpack(page: Page, data: bytes, size: int) -> bytes | np.ndarray:

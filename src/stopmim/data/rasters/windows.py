@@ -9,9 +9,11 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.raster import MOST, Raster, bytes_of, cut, one_reason
 
 LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
-SHRUNK = 2**32  # bytes of pixels: to read more of them for one image would take minutes
+# Bytes of pixels times `slow`: to read more of them for one image would take more than 20 s.
+SHRUNK = 2**32
 STRIP, STRIPS = 2**26, 2**28  # bytes that are read at a time of a part that does not fit
 PARTS, PART = 16, 256  # number and side of the squares that statistics of a large image are of
+SAMPLED = 2**30  # bytes that are decoded for them: of large tiles there are fewer squares
 SPARE = 2  # pixels per pixel of a view that are read, so that shrinking still filters them
 
 
@@ -28,16 +30,27 @@ def read_sample(raster: Raster, rng: np.random.Generator) -> np.ndarray:
     if bytes_of(raster) <= LARGE:
         return read_whole(raster)
     height, width = (min(side, PART) for side in raster.shape[:2])
-    places = [rng.integers((raster.shape[0] - height + 1, raster.shape[1] - width + 1))
-              for _ in range(PARTS)]  # fmt: skip
-    boxes = [Box(int(top), int(left), height, width) for top, left in places]
     size = bytes_of(raster)
+    # Of large tiles, or of an image that is one, each part would decode most of it again.
+    at_once = size <= MOST and raster.tile * PARTS >= size
+    parts = PARTS if at_once else max(1, min(PARTS, SAMPLED // (_touched(raster) * raster.slow)))
+    places = [rng.integers((raster.shape[0] - height + 1, raster.shape[1] - width + 1))
+              for _ in range(parts)]  # fmt: skip
+    boxes = [Box(int(top), int(left), height, width) for top, left in places]
     with one_reason():
-        # Of large tiles, or of an image that is one, each part would decode most of it again.
-        if size <= MOST and raster.tile * PARTS >= size:
+        if at_once:
             whole = raster.read()
             return np.concatenate([cut(whole, box) for box in boxes])
         return np.concatenate([raster.read(box) for box in boxes])
+
+
+def _touched(raster: Raster) -> int:
+    """Bytes of the tiles that a square of `PART` pixels reaches into, at most."""
+    row = raster.tall * bytes_of(raster) // (raster.shape[0] * raster.shape[1])
+    wide = max(1, raster.tile // max(1, row))
+    down, across = (min(PART // side, -(-whole // side)) + 1 for side, whole in
+                    zip((raster.tall, wide), raster.shape[:2], strict=True))  # fmt: skip
+    return max(1, down * across * raster.tile)
 
 
 def read_view(raster: Raster, box: Box, size: int) -> np.ndarray:
@@ -67,10 +80,12 @@ def _bounded(raster: Raster, box: Box) -> np.ndarray:
 
 def _shrunk(raster: Raster, box: Box) -> np.ndarray:
     """The pixels of `box`, each the mean of a square of them, read in strips."""
-    if (size := bytes_of(raster, box)) > SHRUNK:  # in a sparse file they may take no room
+    size, most = bytes_of(raster, box), SHRUNK // raster.slow
+    if size > most:  # a sparse or compressed file of them may be small
         raise BadImageError(
-            f"{box.width}x{box.height} pixels are {size >> 30} GiB, more than the {SHRUNK >> 30} "
-            f"GiB that are shrunk; add smaller copies to the file (overviews, levels), or cut it"
+            f"{box.width}x{box.height} pixels are {size / 2**30:.1f} GiB, more than the "
+            f"{most / 2**30:.1f} GiB, stored like this, that are shrunk; add smaller copies to the "
+            f"file (overviews, levels), or cut it"
         )
     by = math.ceil(math.sqrt(size / STRIP))
     height, width = box.height // by, box.width // by
@@ -81,8 +96,8 @@ def _shrunk(raster: Raster, box: Box) -> np.ndarray:
             f"tiles of {tall} rows, of which {box.width} pixels across take {tall * row >> 20} "
             f"MiB; write lower ones"
         )
-    # Of the result. Parts lower than a tile would decode it again and again.
-    rows = max(1, max(STRIP, min(tall * row, STRIPS)) // (row * by))
+    # Of the result. A tile is decoded anew for each part that it reaches into: parts are high.
+    rows = max(1, max(STRIP, min(4 * tall * row, STRIPS)) // (row * by))
     for top in range(0, height, rows):
         n = min(rows, height - top)
         pixels = raster.read(Box(box.top + top * by, box.left, n * by, width * by))

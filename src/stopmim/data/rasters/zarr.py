@@ -18,6 +18,7 @@ from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.raster import (
     MOST,
+    SLOW,
     Raster,
     Stored,
     check_bytes,
@@ -86,6 +87,7 @@ class Zarr:
                 f"of {SMALL} or more"
             )
         self.tall = self.layout.chunks[self.y]
+        self.slow = max([1, *(SLOW.get(codec, 1) for codec in self.layout.packed)])
         self.tile = math.prod(self.layout.chunks) * self.layout.dtype.itemsize
         check_tiles(self, count)
 

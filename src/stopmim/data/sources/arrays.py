@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from stopmim.base.errors import DataError, NoPartError
 from stopmim.base.files import open_to_read
 from stopmim.data.channels import MOST, as_kind
 from stopmim.data.decode import one_line
+from stopmim.data.rasters.raster import kind_of
 from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, Split, printable
 
 
@@ -85,7 +85,8 @@ def _open_npz(path: str, split: Split | None) -> Arrays:
     name = printable(path)
     try:
         with open_to_read(path, MAX_SHARD) as file, np.load(file, allow_pickle=False) as found:
-            _check_expansion(found.zip.infolist(), os.fstat(file.fileno()).st_size)
+            size = os.fstat(file.fileno()).st_size
+            _check_expansion(sum(record.file_size for record in found.zip.infolist()), size)
             prefix = _prefix(name, found.files, split)
             keys = [key for key in found.files if key.startswith(prefix)]
             arrays = {key.removeprefix(prefix): found[key] for key in keys}
@@ -102,6 +103,10 @@ def _open_npz(path: str, split: Split | None) -> Arrays:
             f"{MOST} channels or (n, H, W); got {printable(got)[:200]}"
         )
     pixels = arrays.pop(images[0])
+    try:  # what is converted may take four times as much
+        _check_expansion(pixels.size * np.dtype(kind_of(pixels.dtype)).itemsize, size)
+    except ValueError as error:
+        raise DataError(f"{name}: {error}") from None
     texts = [a for a in arrays.values() if a.dtype.kind == "U" and a.shape == pixels.shape[3:]]
     labels = {
         label_name(k): a.reshape(-1).astype(np.int64)
@@ -127,10 +132,9 @@ def _channels_last(height: int, width: int, channels: int) -> bool:
     return channels <= MOST and not height < width == channels
 
 
-def _check_expansion(records: Sequence[zipfile.ZipInfo], size: int) -> None:
-    """Refuses an archive of `size` bytes that expands to many times as much."""
-    total, most = sum(record.file_size for record in records), max(MAX_EXPANDED, 4 * size)
-    if total > most:
+def _check_expansion(total: int, size: int) -> None:
+    """Refuses an archive of `size` bytes that expands to `total`, many times as much."""
+    if total > max(MAX_EXPANDED, 4 * size):
         raise ValueError(f"expands to {total} bytes; STOPMIM_MAX_BYTES={total} allows it")
 
 

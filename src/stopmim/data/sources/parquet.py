@@ -17,6 +17,7 @@ from stopmim.data.decode import BadImageError, one_line
 from stopmim.data.rasters.raster import Stored
 from stopmim.data.remote_cache import RemoteFiles
 from stopmim.data.sources.arrays import label_name
+from stopmim.data.sources.parquet_pages import unpacked
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards, places
 from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, printable
 
@@ -61,7 +62,7 @@ class Parquet(Shards):
         for i, (path, name) in enumerate(zip(where, self._file_names, strict=True)):
             try:
                 contents, size = _known_contents(self.files, i)
-            except (arrow.ArrowException, OSError) as error:
+            except (arrow.ArrowException, OSError, BadImageError) as error:
                 self.unreadable.append(f"{name}: {one_line(error)}")
                 continue
             found.append(contents)
@@ -111,6 +112,7 @@ class Parquet(Shards):
         _, parquet = _pyarrow(self.files[file])
         columns = [f"{self._column}.bytes"]
         with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
+            _check_pages(self.files[file], opened.metadata, [number], columns)
             few = opened.iter_batches(GLANCE, [number], columns, use_threads=False)
             return Stored(next(few).column(0)[i].as_py()["bytes"] or b"")
 
@@ -130,18 +132,38 @@ class Parquet(Shards):
         arrow, parquet = _pyarrow(self._file_names[file])
         try:
             with parquet.ParquetFile(self.files[file], pre_buffer=False) as opened:
-                self._cached[group] = _read(opened, number, f"{self._column}.bytes", arrow)
+                column = f"{self._column}.bytes"
+                size = _check_pages(self.files[file], opened.metadata, [number], [column])
+                self._cached[group] = _read(opened, number, column, arrow, size)
         except (arrow.ArrowException, OSError) as error:
             raise BadImageError(one_line(error)) from None
+        except BadImageError as error:
+            self._cached[group] = Held((), 0, str(error))  # not read again for each of its images
         while len(self._cached) > 1 and sum(h.nbytes for h in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
         return self._cached[group]
 
 
-def _read(opened: Any, number: int, column: str, arrow: Any) -> Held:
-    """The images of a row group, read in parts: a dictionary may have one for all rows."""
+def _check_pages(path: str, about: Any, groups: Sequence[int], columns: Sequence[str]) -> int:
+    """Bytes of the pages of these columns; refuses what a small file can claim, but not hold."""
+    size, chunks = os.stat(path).st_size, list[Any]()
+    for group in map(about.row_group, groups):
+        every = map(group.column, range(group.num_columns))
+        chunks += [chunk for chunk in every if chunk.path_in_schema in columns]
+    total, largest = unpacked(path, chunks)
+    # Unpacked, a page is held twice.
+    if total > min(MAX_GROUP, MAX_EXPANDED + 4 * size) or largest > MAX_EXPANDED // 2 + 4 * size:
+        raise BadImageError(f"{total} bytes of pages, the largest of {largest}, in {size}")
+    return total
+
+
+def _read(opened: Any, number: int, column: str, arrow: Any, size: int) -> Held:
+    """The images of a row group, read in parts: a dictionary may have one for all rows.
+
+    `size`: bytes of its pages. What it says of itself may be a lie.
+    """
     about = opened.metadata.row_group(number)
-    size = max(1, about.total_byte_size)
+    size = max(1, size, about.total_byte_size)
     rows = max(1, PART // size, about.num_rows // MOST_PARTS)
     parts, total = list[Any](), 0
     try:
@@ -149,7 +171,7 @@ def _read(opened: Any, number: int, column: str, arrow: Any) -> Held:
         for batch in opened.iter_batches(rows, [number], [column], use_threads=False):
             parts.append(batch.column(0))
             total += parts[-1].nbytes
-            if total > CACHE_BYTES + 4 * size:
+            if total > max(2 * CACHE_BYTES, size + size // 4):
                 problem = f"more than {total} bytes of images in a row group of {size}"
                 return Held(arrow.chunked_array(parts), total, problem)
     except (arrow.ArrowException, OSError) as error:
@@ -243,6 +265,8 @@ def _read_contents(path: str, size: int) -> Contents:
         if expanded > max(MAX_EXPANDED, 4 * size):
             what = f"{about.num_rows} rows of {len(numbers)} numbers in a file of {size} bytes"
             raise DataError(f"{name}: {what}; STOPMIM_MAX_BYTES={expanded} allows it")
+        for group in range(about.num_row_groups if numbers else 0):
+            _check_pages(path, about, [group], numbers)
         table = file.read(columns=numbers, use_threads=False)
     groups = [about.row_group(g) for g in range(about.num_row_groups)]
     sizes = [(group.num_rows, group.total_byte_size) for group in groups]
