@@ -197,16 +197,23 @@ def _copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]
     """The batches on a GPU, each copied while it works on the one before."""
     stream = torch.cuda.Stream(device)
     for batch in batches:
-        # Pinned first: the original may be overwritten while the copy is still under way. By numpy:
-        # threads of torch would wait for each other on cores that are busy decoding.
         with torch.cuda.stream(stream):
-            pinned = torch.empty_like(batch, pin_memory=True)
-            np.copyto(pinned.numpy(), batch.numpy())
-            there = pinned.to(device, non_blocking=True)
+            there = upload(batch, device)
         here = torch.cuda.current_stream(device)
         here.wait_stream(stream)
         there.record_stream(here)
         yield there
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of `tensor` on a GPU, which need not have arrived; the original may be overwritten.
+
+    Pinned first: from any other memory the CPU would wait for the GPU. By numpy: threads of torch,
+    `Tensor.pin_memory` too, would wait for each other on cores that are busy decoding.
+    """
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    np.copyto(pinned.numpy(), tensor.numpy())
+    return pinned.to(device, non_blocking=True)
 
 
 class Kept:
