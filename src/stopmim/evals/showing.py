@@ -219,11 +219,13 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 class Kept:
     """Views that an encoder was shown, on its device, for the next one that is shown the same.
 
-    They take up to a quarter of the memory that is free there; what does not fit is made again.
+    All of them take up to a quarter of the memory that was free there; what does not fit is made
+    again.
     """
 
     def __init__(self) -> None:
         self.views: dict[str, list[Tensor]] = {}
+        self.nbytes = 0
 
     def batches(
         self, key: str, showing: Showing, device: torch.device, size: int | None = None
@@ -232,15 +234,17 @@ class Kept:
         if key in self.views:
             yield from self.views[key]
             return
-        held, fits = list[Tensor](), True
+        if not (n := len(showing.images)):
+            return
+        total = self.nbytes + n * showing.first[0].nbytes
+        # Asked once: views that began to fit in between would lack the first.
+        fits, held = total <= SHARE * (self.nbytes + _free(device)), list[Tensor]()
         for batch in showing.batches(device, size):
-            if not held:
-                fits = len(showing.images) * batch[0].nbytes <= SHARE * _free(device)
             if fits:  # on a CPU the next batch overwrites this one
                 held.append(batch.clone() if device.type == "cpu" else batch)
             yield batch
         if fits:
-            self.views[key] = held
+            self.views[key], self.nbytes = held, total
 
 
 def _free(device: torch.device) -> int:
