@@ -80,6 +80,7 @@ def test_every_line_of_a_main_table_has_a_command_that_measures_it() -> None:
             assert changed.get("selection", "paper") in ("paper", "both")
             for recipe, equals, _ in (text.partition("=") for text in command.eval):
                 assert not equals or TASKS[recipe].recipe.epochs == command.evaluation.views
+    assert "of ViT-H are trained by LARS: `--eval imagenet_lars=DATA` and" in SECTIONS["downstream"]
 
 
 def test_every_figure_of_the_paper_is_mentioned() -> None:

@@ -151,6 +151,37 @@ def test_views_are_kept_only_where_there_is_room(
     assert images.reads == again
 
 
+def test_room_that_is_found_too_late_keeps_no_part_of_the_views(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next encoder is not shown the first images."""
+    free = iter([0, *[2**40] * N])
+    monkeypatch.setattr(showing, "_free", lambda _: next(free))
+    images, kept = counted(N, 0), Kept()
+    first = shown(images, View(28, 24), 5, kept)
+    assert torch.equal(shown(images, View(28, 24), 5, kept), first)
+
+
+def test_all_views_together_are_kept_in_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images, kept, view = arrays(24, 24, 3), Kept(), View(28, 24)
+    size = N * 24 * 24 * 3
+    memory = 10 * size
+    monkeypatch.setattr(showing, "_free", lambda _: memory - len(kept.views) * size)
+    for i in range(4):
+        for _ in kept.batches(f"draw {i}", Showing(images, view), CPU):
+            pass
+    assert list(kept.views) == ["draw 0", "draw 1"]
+
+
+def test_too_few_views_are_no_features() -> None:
+    images, model = arrays(32, 32, 3), VisionTransformer(32, 8, width=16, depth=1, heads=2)
+    views = shown(images, View(37, 32), N)
+    with pytest.raises(ValueError, match=f"views of 20 images, expected {N}"):
+        extract(model, images, size=views.split(10)[:2])
+
+
 def test_views_may_be_given_instead_of_a_size() -> None:
     images, model = arrays(32, 32, 3), VisionTransformer(32, 8, width=16, depth=1, heads=2)
     views = shown(images, View(37, 32), N)

@@ -398,6 +398,7 @@ def test_videos_are_asked_again_in_another_precision() -> None:
         ("gpu/attention.py", {"features", "images", "videos"}),
         ("weights/formats/data2vec.py", {"features", "images", "videos"}),
         ("weights/vit.py", {"features", "images", "videos"}),
+        ("base/pictures.py", {"features", "images", "videos"}),
         ("base/random_keys.py", {"features", "images", "videos"}),
         ("evals/views.py", {"features", "images", "videos"}),
         ("evals/features.py", {"features", "images", "videos"}),

@@ -19,7 +19,7 @@ from helpers import GOLDEN, golden, golden_about, seeded
 from stopmim.base.errors import DataError, NonFiniteError, StorageError, UserError
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, open_videos, read_mask
-from stopmim.evals import propagation
+from stopmim.evals import propagation, tracking
 from stopmim.evals.inputs import Inputs
 from stopmim.evals.protocols import VideoTracking
 from stopmim.evals.regions import sheet, summary
@@ -456,6 +456,23 @@ def test_a_video_that_cannot_be_scored_is_named_in_one_line(video: Painted, says
     assert len(str(caught.value).splitlines()) == 1
 
 
+class _Reading(Painted):
+    """Counts how often a mask is read."""
+
+    reads = 0
+
+    def mask(self, i: int) -> Bytes:
+        self.reads += 1
+        return super().mask(i)
+
+
+def test_a_mask_is_read_once_to_be_checked_and_once_to_be_used() -> None:
+    """Of a PNG, that is the time of a frame."""
+    video = _Reading(moving(4).masks)
+    track(Planted(4), [video], Tracking(size=64))
+    assert video.reads == 1 + len(video)
+
+
 def test_features_that_are_not_finite_are_refused() -> None:
     encoder = VisionTransformer(32, 8, 24, 1, 3)
     encoder.norm.weight.data.fill_(torch.nan)
@@ -506,23 +523,40 @@ def test_a_gpu_in_half_precision_finds_what_a_cpu_finds() -> None:
     assert named(found)["J&F"] == pytest.approx(named(expected)["J&F"], abs=5e-4)
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies from one device or type to another."""
+class Operations(TorchDispatchMode):
+    """Notes the names of operations."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default
+        self.names.append(func.__name__)
         return func(*args, **kwargs or {})
 
 
 def test_tiles_are_made_on_their_device() -> None:
     """A copy from unpinned memory waits for a GPU: for the first frames of every video."""
     expected = list(propagation.cut((23, 31), 4, torch.device("cpu")))
-    with Copies() as copies:  # type: ignore[no-untyped-call]
+    with Operations() as operations:
         found = list(propagation.cut((23, 31), 4, torch.device("meta")))
-    assert not copies.count
+    assert "_to_copy.default" not in operations.names
     assert [tile.far.shape for tile in found] == [tile.far.shape for tile in expected]
+
+
+@pytest.mark.gpu
+def test_an_upload_neither_waits_for_the_gpu_nor_for_busy_cores() -> None:
+    """`pin_memory` copies with a thread of torch per core; those are busy with decoding."""
+    array = np.arange(2**20, dtype=np.uint8)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Operations() as operations:
+            there = tracking._upload(array, torch.device("cuda"))
+            array[:] = 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert there.cpu().numpy().tolist() == list(range(256)) * 2**12
+    assert not {"pin_memory.default", "_pin_memory.default"} & {*operations.names}
 
 
 @pytest.mark.gpu

@@ -44,7 +44,11 @@ MEASURE = {
     "finetune": "--eval DATA --few 1percent.txt --selection both",
 }
 VIEWS = ", ".join(f"{x} ({TASKS[x].recipe.epochs})" for x in TASKS if "imagenet" not in x)
-MORE = {"transfer": f" Views are as many as the recipe has epochs: {VIEWS}."}
+LARS = f"`--eval imagenet_lars=DATA` and `--views {TASKS['imagenet_lars'].recipe.epochs}`"
+MORE = {
+    "downstream": f" The classifiers of ViT-H are trained by LARS: {LARS}.",
+    "transfer": f" Views are as many as the recipe has epochs: {VIEWS}.",
+}
 FIGURES = """\
 ## Figures
 

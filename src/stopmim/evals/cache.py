@@ -28,7 +28,7 @@ from stopmim.data.index_cache import folder
 from stopmim.data.workers import cores
 
 # Code under src/stopmim that features and answers depend on. A protocol does not change features.
-ENCODERS = ("gpu", "method", "weights")
+ENCODERS = ("gpu", "method", "weights", "base/pictures.py")
 FEATURES = (
     *(*ENCODERS, "data", "base/random_keys.py"),
     *("evals/features.py", "evals/showing.py", "evals/views.py"),

@@ -101,6 +101,8 @@ def extract(
             kept[done : done + len(found)] = found.numpy()
             done += len(found)
             ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
+    if done != n:
+        raise ValueError(f"views of {done} images, expected {n}")
     return features
 
 

@@ -200,26 +200,35 @@ def _copied(batches: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]
     """Yields the batches on a GPU, each copied while it works on the one before."""
     stream = torch.cuda.Stream(device)
     for batch in batches:
-        # Pinned first: the original may be overwritten while the copy is still under way. By numpy:
-        # threads of torch would wait for each other on cores that are busy decoding.
         with torch.cuda.stream(stream):
-            pinned = torch.empty_like(batch, pin_memory=True)
-            np.copyto(pinned.numpy(), batch.numpy())
-            there = pinned.to(device, non_blocking=True)
+            there = upload(batch, device)
         here = torch.cuda.current_stream(device)
         here.wait_stream(stream)
         there.record_stream(here)
         yield there
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of `tensor` on a GPU, which need not have arrived; the original may be overwritten.
+
+    Pinned first: from any other memory the CPU would wait for the GPU. By numpy: threads of torch,
+    `Tensor.pin_memory` too, would wait for each other on cores that are busy decoding.
+    """
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    np.copyto(pinned.numpy(), tensor.numpy())
+    return pinned.to(device, non_blocking=True)
+
+
 class Kept:
     """Views made for one encoder, on its device, for the next one that is shown the same.
 
-    They take up to a quarter of the free memory there; if they do not fit, they are made again.
+    All of them take up to a quarter of the memory that was free there; what does not fit is made
+    again.
     """
 
     def __init__(self) -> None:
         self.views: dict[str, list[Tensor]] = {}
+        self.nbytes = 0
 
     def batches(
         self, key: str, showing: Showing, device: torch.device, size: int | None = None
@@ -228,15 +237,17 @@ class Kept:
         if key in self.views:
             yield from self.views[key]
             return
-        held, fits = list[Tensor](), True
+        if not (n := len(showing.images)):
+            return
+        total = self.nbytes + n * showing.first[0].nbytes
+        # Asked once: views that began to fit in between would lack the first.
+        fits, held = total <= SHARE * (self.nbytes + _free(device)), list[Tensor]()
         for batch in showing.batches(device, size):
-            if not held:
-                fits = len(showing.images) * batch[0].nbytes <= SHARE * _free(device)
             if fits:  # on a CPU the next batch overwrites this one
                 held.append(batch.clone() if device.type == "cpu" else batch)
             yield batch
         if fits:
-            self.views[key] = held
+            self.views[key], self.nbytes = held, total
 
 
 def _free(device: torch.device) -> int:

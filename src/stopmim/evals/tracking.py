@@ -47,6 +47,7 @@ from stopmim.evals.regions import (
     write_masks,
 )
 from stopmim.evals.results import Result
+from stopmim.evals.showing import upload
 from stopmim.method.encoder import Encoder
 
 __all__ = ["Scores", "Tracking", "boundary_f", "follow", "jaccard", "propagate", "track"]
@@ -107,9 +108,9 @@ def resize_ids(ids: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` on the device; from pinned memory, since any other makes the CPU wait for a GPU."""
+    """`array` on the device; a GPU is not waited for."""
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return upload(tensor, device) if device.type == "cuda" else tensor
 
 
 def score(video: Video, found: Tensor) -> list[Scores]:
@@ -224,13 +225,14 @@ def check(video: Video, scored: bool) -> None:
     """Raises DataError if `video` cannot be tracked, or cannot be scored and has to be."""
     if len(video) < 3:
         raise DataError(f"{video.name}: {len(video)} frames; first and last are not scored")
-    if not video.mask(0).any():
+    first = video.mask(0)
+    if not first.any():
         raise DataError(f"{video.name}: no object to track in the first frame")
     height, width = video.frame(0).shape[:2]
     if max(height, width) > LONGEST * min(height, width):  # it would be resized to a huge one
         raise DataError(f"{video.name}: frames of {width}x{height} are too long to be shown")
-    objects = int(video.mask(0).max())
-    if objects * max(height * width, video.mask(0).size) > MOST_MASKS:
+    objects = int(first.max())
+    if objects * max(height * width, first.size) > MOST_MASKS:
         what = f"masks of {objects} objects in {width}x{height} pixels"
         raise DataError(f"{video.name}: {what} take too long to be compared; use smaller frames")
     if scored and not video.annotated:
