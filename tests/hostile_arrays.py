@@ -233,7 +233,18 @@ def tables() -> dict[str, Write]:
         "table that lies about a page.parquet": lying(1, 7 * 10**8, 1),
         "table that lies about pages.parquet": lying(700, 10**6, 700),
         "table that lies about a dictionary.parquet": lying(100, 10**6, 20_000),
+        "table that lies about its rows.parquet": many_as_few,
     }
+
+
+def many_as_few(path: Path, pages: str = "1.0") -> None:
+    """Two million rows without an image or a label, of which the footer counts forty."""
+    import pyarrow as pa
+
+    count = 2_000_000
+    none = pa.StructArray.from_arrays([pa.nulls(count, pa.binary())], ["bytes"])
+    table = pa.table({"image": none, "label": pa.array(np.zeros(count, np.int64))})
+    _write_lie(path, table, {count: 40}, data_page_version=pages)
 
 
 def lying(values: int, size: int, rows: int) -> Write:
@@ -252,8 +263,8 @@ def lying(values: int, size: int, rows: int) -> Write:
     return make
 
 
-def _write_lie(path: Path, table: Any, **options: Any) -> None:
-    """A table of one row group whose footer says that its columns take one byte."""
+def _write_lie(path: Path, table: Any, lies: dict[int, int] | None = None, **options: Any) -> None:
+    """A table of one row group with `lies` in its footer; by default its columns take one byte."""
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(
@@ -262,11 +273,14 @@ def _write_lie(path: Path, table: Any, **options: Any) -> None:
     about, data = pyarrow.parquet.read_metadata(path).row_group(0), path.read_bytes()
     start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     footer = data[start:]
-    sizes = [about.column(i).total_uncompressed_size for i in range(about.num_columns)]
-    for size in (about.total_byte_size, *sizes):
-        true = _zigzag(size)
-        lie = b"\x82" + b"\x80" * (len(true) - 2) + b"\0" if len(true) > 1 else b"\2"
-        footer = footer.replace(true, lie)
+    if lies is None:
+        sizes = [about.column(i).total_uncompressed_size for i in range(about.num_columns)]
+        lies = dict.fromkeys([about.total_byte_size, *sizes], 1)
+    for number, lie in lies.items():
+        true, false = _zigzag(number), _zigzag(lie)
+        if more := len(true) - len(false):  # as many bytes, with zeros that mean nothing
+            false = bytes([*false[:-1], false[-1] | 128]) + b"\x80" * (more - 1) + b"\0"
+        footer = footer.replace(true, false)
     path.write_bytes(data[:start] + footer)
 
 

@@ -219,7 +219,7 @@ def test_the_pages_say_how_large_they_are_whatever_the_footer_says(tmp_path: Pat
     hostile_arrays.lying(3, 10**6, 60)(tmp_path / "a.parquet")
     group = pq.read_metadata(tmp_path / "a.parquet").row_group(0)
     assert group.total_byte_size < 100
-    total, largest = unpacked(str(tmp_path / "a.parquet"), [group.column(0)])
+    total, largest = unpacked(str(tmp_path / "a.parquet"), [(group.column(0), 60)])
     assert 3 * 10**6 < largest < total < 3.1 * 10**6
 
 
@@ -231,3 +231,15 @@ def test_a_page_that_a_small_file_cannot_hold_is_refused(
     images = open_images(tmp_path / "a.parquet")
     with pytest.raises(BadImageError, match="bytes of pages, the largest of"):
         images.read(0)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_pages_of_more_rows_than_the_footer_counts_are_refused(
+    tmp_path: Path, version: str
+) -> None:
+    """A hundred million rows of nothing, said to be forty, took six gigabytes."""
+    path = tmp_path / "a.parquet"
+    hostile_arrays.many_as_few(path, version)
+    assert pq.read_metadata(path).row_group(0).num_rows == 40
+    with pytest.raises(DataError, match=r"pages of \d+ values in a row group of 40 rows"):
+        open_images(path)

@@ -146,10 +146,10 @@ class Parquet(Shards):
 
 def _check_pages(path: str, about: Any, groups: Sequence[int], columns: Sequence[str]) -> int:
     """Bytes of the pages of these columns; refuses what a small file can claim, but not hold."""
-    size, chunks = os.stat(path).st_size, list[Any]()
+    size, chunks = os.stat(path).st_size, list[tuple[Any, int]]()
     for group in map(about.row_group, groups):
         every = map(group.column, range(group.num_columns))
-        chunks += [chunk for chunk in every if chunk.path_in_schema in columns]
+        chunks += [(chunk, group.num_rows) for chunk in every if chunk.path_in_schema in columns]
     total, largest = unpacked(path, chunks)
     # Unpacked, a page is held twice.
     if total > min(MAX_GROUP, MAX_EXPANDED + 4 * size) or largest > MAX_EXPANDED // 2 + 4 * size:
@@ -261,9 +261,10 @@ def _read_contents(path: str, size: int) -> Contents:
             )
         numbers = [field.name for field in schema if types.is_integer(field.type)]
         # A column of one value takes no room in the file, but eight bytes a row in memory, twice.
-        expanded = 16 * about.num_rows * (len(numbers) + 1)
+        rows = sum(about.row_group(g).num_rows for g in range(about.num_row_groups))
+        expanded = 16 * rows * (len(numbers) + 1)
         if expanded > max(MAX_EXPANDED, 4 * size):
-            what = f"{about.num_rows} rows of {len(numbers)} numbers in a file of {size} bytes"
+            what = f"{rows} rows of {len(numbers)} numbers in a file of {size} bytes"
             raise DataError(f"{name}: {what}; STOPMIM_MAX_BYTES={expanded} allows it")
         for group in range(about.num_row_groups if numbers else 0):
             _check_pages(path, about, [group], numbers)
