@@ -452,6 +452,30 @@ def test_what_is_made_beside_a_call_waits_until_its_inputs_are_copied() -> None:
     assert len(places) == 1  # or nothing could have gone wrong
 
 
+def test_what_is_made_beside_a_call_does_not_wait_for_one_that_has_no_tensors() -> None:
+    """Or the next images would wait for all parts of a batch, and for the other ranks."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def slow(y: Tensor | None, rate: Tensor | None) -> dict[str, Tensor]:
+        for _ in range(0 if y is None else 100):  # a tenth of a second
+            x @ x
+        return {} if rate is None else {"rate": rate + 0}
+
+    recorded = CudaGraphs(slow, torch.device("cuda"))
+    for _ in range(4):
+        recorded(x[0], None)
+        recorded(None, 0.5)
+    torch.cuda.synchronize()
+    recorded(x[0], None)
+    recorded(None, 0.5)
+    with recorded.beside():
+        made = torch.zeros(1, device="cuda")
+        done = torch.cuda.current_stream().record_event()
+    done.synchronize()
+    assert not torch.cuda.current_stream().query()
+    assert float(made) == 0
+
+
 def test_noise_drawn_in_bfloat16_is_that_of_float32_rounded() -> None:
     predictor = Trained("off").model.predictor
     context, targets = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (7, 9))
