@@ -613,6 +613,23 @@ def test_a_copy_reaches_the_host_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(y, expected[name]), name
 
 
+def test_copies_have_a_stream_that_no_recording_has() -> None:
+    device = torch.device("cuda", 0)
+    others = {torch.cuda.Stream(device).cuda_stream for _ in range(64)}
+    assert len(others) < 64  # or torch makes a new one each time
+    assert copies._stream(device).cuda_stream not in others
+
+
+def test_a_save_goes_on_while_an_update_is_recorded(tmp_path: Path) -> None:
+    """After every update: copies to the host fall into the recording of the third."""
+    options = SMALL | {"runtime.save_every": 1, "runtime.keep": 9, "optim.epochs": 1}
+    often = pretrain("scenes:1024:64", tmp_path / "often", "vit_b16_stop", **options)
+    rarely = options | {"runtime.save_every": 8}
+    once = pretrain("scenes:1024:64", tmp_path / "once", "vit_b16_stop", **rarely)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (often.checkpoint / name).read_bytes() == (once.checkpoint / name).read_bytes()
+
+
 def test_a_checkpoint_written_beside_later_updates_is_that_of_its_step(tmp_path: Path) -> None:
     options = SMALL | {"runtime.save_every": 3, "runtime.keep": 9}
     whole = pretrain("scenes:512:64", tmp_path / "whole", "vit_b16_stop", **options)

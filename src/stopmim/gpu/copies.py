@@ -59,4 +59,6 @@ def on_host(tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> di
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # torch hands out 32 streams of each priority in turn. This one must not be that of a recording,
+    # which would end with an error if a thread copied on it.
+    return torch.cuda.Stream(device, priority=-1)
