@@ -14,7 +14,7 @@ stage() {
     case $1 in
     tests) # 5 min: what only a GPU can show
         local tests=$(dirname "$0")/../tests
-        run "$PYTHON" -m pytest -q -n 6 --durations 8 -m "gpu and not slow" \
+        run "$PYTHON" -m pytest -v -n 6 --durations 8 -m "gpu and not slow" \
             "$tests/gpu" "$tests/evals/test_tracking.py" ;;
     compile) # 9 min, also beside `tests`; torch keeps it, which saves the other stages minutes
         local out=()
@@ -79,4 +79,4 @@ export PYTHONUNBUFFERED=1
 {
     for name in ${names:-$STAGES}; do stage "$name"; done
     [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
-} 2>&1 | tee -a "$folder/measure.log"
+} 2>&1 | tee -ia "$folder/measure.log"
