@@ -103,6 +103,16 @@ def test_wide_heads_are_left_to_torch_and_not_too_large_for_a_gpu(n: int, heads:
     assert qkv.grad is not None
 
 
+def test_a_tile_that_this_gpu_cannot_hold_is_left_to_torch_in_compiled_code_too() -> None:
+    """The context of a ViT-H/14: on GPUs with 99 KiB of shared memory our kernel does not start."""
+    qkv = torch.randn((2, 73, 3 * 1280), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False)  # asks the device, as a whole
+    found, expected = compiled(qkv, 16), attend(qkv, 16)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert qkv.grad is not None
+
+
 def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
     from stopmim.gpu.kernels.gelu import gelu
 
