@@ -17,10 +17,12 @@ stage() {
         run "$PYTHON" -m pytest -v -n 6 --durations 8 -m "gpu and not slow" \
             "$tests/gpu" "$tests/evals/test_tracking.py" ;;
     compile) # 9 min, also beside `tests`; torch keeps it, which saves the other stages minutes
-        local out=()
-        step vit_b16_stop --rounds 1
-        step vit_l16_stop --rounds 1
-        step vit_h14_stop --rounds 1 ;;
+        local out=() preset
+        for preset in vit_b16_stop vit_l16_stop vit_h14_stop; do # one by one: less memory
+            once "$preset"
+            once "$preset" --runtime.kernels fused
+            once "$preset" --runtime.kernels fused --runtime.residual half
+        done ;;
     step-b) # 5 min; 2 after `compile`
         step vit_b16_stop --rounds 20 --profile ;;
     kernels) # 5 min: each fused kernel alone, its error and its floor
@@ -48,6 +50,8 @@ stage() {
         versus --preset small_images --rounds 20 --profile ;;
     esac
 }
+
+once() { bench step --preset "$1" --masks published --no-twin --rounds 1 "${@:2}"; }
 
 step() { versus --preset "$1" --masks published "${@:2}"; }
 
