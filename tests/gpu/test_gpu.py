@@ -103,6 +103,16 @@ def test_wide_heads_are_left_to_torch_and_not_too_large_for_a_gpu(n: int, heads:
     assert qkv.grad is not None
 
 
+def test_a_tile_that_this_gpu_cannot_hold_is_left_to_torch_in_compiled_code_too() -> None:
+    """The context of a ViT-H/14: on GPUs with 99 KiB of shared memory our kernel does not start."""
+    qkv = torch.randn((2, 73, 3 * 1280), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False)  # asks the device, as a whole
+    found, expected = compiled(qkv, 16), attend(qkv, 16)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert qkv.grad is not None
+
+
 def test_our_gelu_is_gelu_and_not_its_tanh() -> None:
     from stopmim.gpu.kernels.gelu import gelu
 
@@ -452,6 +462,30 @@ def test_what_is_made_beside_a_call_waits_until_its_inputs_are_copied() -> None:
     assert len(places) == 1  # or nothing could have gone wrong
 
 
+def test_what_is_made_beside_a_call_does_not_wait_for_one_that_has_no_tensors() -> None:
+    """Or the next images would wait for all parts of a batch, and for the other ranks."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def slow(y: Tensor | None, rate: Tensor | None) -> dict[str, Tensor]:
+        for _ in range(0 if y is None else 100):  # a tenth of a second
+            x @ x
+        return {} if rate is None else {"rate": rate + 0}
+
+    recorded = CudaGraphs(slow, torch.device("cuda"))
+    for _ in range(4):
+        recorded(x[0], None)
+        recorded(None, 0.5)
+    torch.cuda.synchronize()
+    recorded(x[0], None)
+    recorded(None, 0.5)
+    with recorded.beside():
+        made = torch.zeros(1, device="cuda")
+        done = torch.cuda.current_stream().record_event()
+    done.synchronize()
+    assert not torch.cuda.current_stream().query()
+    assert float(made) == 0
+
+
 def test_noise_drawn_in_bfloat16_is_that_of_float32_rounded() -> None:
     predictor = Trained("off").model.predictor
     context, targets = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (7, 9))
@@ -587,6 +621,23 @@ def test_a_copy_reaches_the_host_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     for name, y in found.items():
         assert y.is_contiguous()
         assert torch.equal(y, expected[name]), name
+
+
+def test_copies_have_a_stream_that_no_recording_has() -> None:
+    device = torch.device("cuda", 0)
+    others = {torch.cuda.Stream(device).cuda_stream for _ in range(64)}
+    assert len(others) < 64  # or torch makes a new one each time
+    assert copies._stream(device).cuda_stream not in others
+
+
+def test_a_save_goes_on_while_an_update_is_recorded(tmp_path: Path) -> None:
+    """After every update: copies to the host fall into the recording of the third."""
+    options = SMALL | {"runtime.save_every": 1, "runtime.keep": 9, "optim.epochs": 1}
+    often = pretrain("scenes:1024:64", tmp_path / "often", "vit_b16_stop", **options)
+    rarely = options | {"runtime.save_every": 8}
+    once = pretrain("scenes:1024:64", tmp_path / "once", "vit_b16_stop", **rarely)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (often.checkpoint / name).read_bytes() == (once.checkpoint / name).read_bytes()
 
 
 def test_a_checkpoint_written_beside_later_updates_is_that_of_its_step(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The encoder: the recorded one, what masking hides, other image sizes, and its weights."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -345,6 +346,28 @@ def test_our_kernel_is_asked_only_for_tiles_that_a_gpu_can_hold(
     tokens: int, channels: int, fits: bool
 ) -> None:
     assert is_short(tokens, channels) == fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "kibibytes"),
+    [
+        (55, 64, 64),  # contexts of B and L
+        (85, 32, 64),  # their predictors
+        (116, 24, 64),  # of H
+        (128, 64, 80),
+        (73, 80, 160),  # the context of ViT-H/14
+        (128, 128, 160),
+    ],
+)
+def test_a_tile_needs_the_shared_memory_that_it_was_compiled_to(
+    tokens: int, channels: int, kibibytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    for has in (64, 99, 163, 227):  # a T4, an RTX 4090, an A100, an H100
+        properties = SimpleNamespace(shared_memory_per_block_optin=has * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
+        assert is_short(tokens, channels, gpu) == (has >= kibibytes)
+    assert is_short(tokens, channels, torch.device("cpu"))
 
 
 def test_fused_kernels_without_a_gpu_are_the_usual_ones() -> None:

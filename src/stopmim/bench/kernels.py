@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stopmim.base.errors import UserError
 from stopmim.bench.step import BATCH, PUBLISHED, usual
-from stopmim.bench.timing import Line, machine, record_lines
+from stopmim.bench.timing import Line, machine, record_each
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import HAVE_TRITON, attend
 from stopmim.gpu.blocks import BY_BLOCKS
@@ -36,7 +36,7 @@ EPS = 1e-6
 COPY = 2**30  # bytes of the copy that gives the rate of memory
 MS = 20  # of one measurement
 # Values for `norm.RESIDENT` and `norm.STAGES`: only a GPU shows which is fastest.
-CHOICES = [(resident, stages) for resident in (16, 24, 32, 40) for stages in (1, 2, 3)]
+CHOICES = [(resident, stages) for resident in (16, 24, 32, 48) for stages in (1, 2, 3)]
 # Values for `adamw.PIECE`, `adamw.BLOCK` and `adamw.WARPS`.
 PIECES = [(2048, 1024, 8), (8192, 512, 4), (8192, 1024, 4), (8192, 2048, 8), (32768, 1024, 8)]
 
@@ -64,26 +64,27 @@ class Case(NamedTuple):
 
 def bench_kernels(*, rounds: int = 10, out: Path | None = None) -> str:
     """Times every fused kernel at every size of the presets; returns JSON lines."""
-    device = torch.device("cuda")
     if not HAVE_TRITON:
         raise UserError("bench kernels: needs a GPU with triton; run it where there is one")
+    return record_each(_lines(rounds, torch.device("cuda")), out, "kernels")
+
+
+def _lines(rounds: int, device: torch.device) -> Iterator[Line]:
     rate = _copy_rate(device)
-    first: Line = {"bench": "kernels, copy", "gb_per_s": round(rate / 1e9), **machine(device)}
-    lines = [first]
+    yield {"bench": "kernels, copy", "gb_per_s": round(rate / 1e9), **machine(device)}
     for preset in PRESETS:
         for tokens in _sizes(preset):
             about = {"preset": preset} | tokens._asdict()
             for stream in (torch.float32, torch.bfloat16):
                 line: Line = {"bench": "kernels, add and norm"} | about | {"stream": str(stream)}
-                lines.append(line | _measure(_norm(tokens, stream, device), rate, rounds))
+                yield line | _measure(_norm(tokens, stream, device), rate, rounds)
             if tokens.n > BY_BLOCKS:
                 line = {"bench": "kernels, attention"} | about
-                lines.append(line | _measure(_attention(tokens, device), rate, rounds))
-        lines.append(_optimizer(preset, rate, rounds, device))
+                yield line | _measure(_attention(tokens, device), rate, rounds)
+        yield _optimizer(preset, rate, rounds, device)
     for tokens in _sizes(PRESETS[0]):
-        lines += _choices(tokens, device)
-    lines += _pieces(device)
-    return record_lines(lines, out, "kernels")
+        yield from _choices(tokens, device)
+    yield from _pieces(device)
 
 
 def _sizes(preset: str) -> list[Tokens]:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from stopmim.base.console import say
 from stopmim.bench.loader import write_photos
 from stopmim.bench.step import prepare, usual
 from stopmim.bench.timing import Line, circumstances, record_lines, seconds_per_call, sizes
@@ -44,6 +45,7 @@ def bench_run(preset: str | None, changes: dict[str, Any], *, out: Path | None =
             os.link(photo, photo.with_name(f"{photo.stem}-{i // len(names)}.jpg"))
         run = pretrain(open_images(Path(folder) / "photos"), Path(folder) / "run", config)
         rate, longest = _second_half(run, batch)
+    say(f"run: {rate:.1f} images/s")
     step = prepare(config, "own")
     alone = batch / min(seconds_per_call(step.update, device) for _ in range(5))
     line: Line = {"bench": "run", **sizes(config), "files": files, "epochs": epochs}

@@ -5,12 +5,14 @@ where memory has no room for a copy; in the other, a thread saves beside it. Bot
 so that metrics.jsonl has the time of each.
 """
 
+import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from stopmim.base.console import say
 from stopmim.bench.step import usual
 from stopmim.bench.timing import Line, circumstances, record_lines, sizes
 from stopmim.config.schema import Config
@@ -41,6 +43,7 @@ def bench_saving(preset: str | None, changes: dict[str, Any], *, out: Path | Non
             with mock.patch.object(copies, "SPARE", spare):
                 run = pretrain(images, Path(folder) / name, config)
             lines.append({"bench": f"saving, {name}"} | _pauses(run, config))
+            say(json.dumps(lines[-1]))
     lines[0] |= sizes(config) | circumstances(config)
     return record_lines(lines, out, f"saving_{config.arch}")
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from stopmim.base.console import say
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import torch_generator
 from stopmim.bench import accounting, timing
@@ -68,8 +69,8 @@ def bench_step(
 
     `versus`: the same step with other config keys, as "runtime.kernels=usual", each in turn.
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
-    of this config. The account of the step follows. With `profile`, its time kernel by kernel is
-    added, and stands beside the floors of the account.
+    of this config. The account of the step follows. With `profile`, the time of each variant kernel
+    by kernel is added; that of the first stands beside the floors of the account.
     """
     base = usual(preset, changes)
     device = choose_device(base.runtime.device)
@@ -103,12 +104,15 @@ def bench_step(
         ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
         ratio |= {"memory": round(a / b, 4) if a and b else None}
         lines.append(ratio | {"rounds": len(ratios)})
-    step = steps[base.positions.kind]
-    measured = kernels(step.update, device) if profile else []
+    # Before the profiler, which may fail where the times are fine.
+    text, about = timing.record_lines(lines, out, f"step_{base.arch}"), lines[0]
+    measured = {name: kernels(step.update, device) for name, step in steps.items() if profile}
     a = (choose_precision(base.runtime.precision, device) or torch.float32).itemsize
-    by_kind = measured[0] if measured and device.type == "cuda" else None  # names are of kernels
-    lines += accounting.lines(accounting.account(base, step.tokens, a), rates, by_kind)
-    return timing.record_lines([*lines, *measured], out, f"step_{base.arch}")
+    by_kind = measured[one][0] if profile and device.type == "cuda" else None  # names of kernels
+    more = [*accounting.lines(accounting.account(base, steps[one].tokens, a), rates, by_kind)]
+    for name, found in measured.items():
+        more += found if name == one else [line | {"with": name} for line in found]
+    return "\n".join([text, timing.record_lines(more, out, f"step_{base.arch}", about)])
 
 
 def _pair(text: str) -> dict[str, Any]:
@@ -250,6 +254,7 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
     update()
     timing.wait(device)
     seconds = round(time.perf_counter() - begin, 1)
+    say(f"{config.arch}: first update after {seconds} s")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     # AdamW's moments exist by now. A replayed graph allocates nothing, so the peak is seen here.

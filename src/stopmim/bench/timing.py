@@ -7,13 +7,14 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stopmim._version import __version__
+from stopmim.base.console import say
 from stopmim.base.errors import StorageError
 from stopmim.base.files import write_whole
 from stopmim.config.schema import Config
@@ -58,10 +59,12 @@ def sizes(config: Config) -> Line:
 
 
 def circumstances(config: Config) -> Line:
-    """Precision, compilation and the machine."""
+    """Precision, the way it is computed, and the machine."""
     device = choose_device(config.runtime.device)
-    precision = str(choose_precision(config.runtime.precision, device) or torch.float32)
-    return {"precision": precision, "compile": config.runtime.compile, **machine(device)}
+    runtime = config.runtime
+    said: Line = {"precision": str(choose_precision(runtime.precision, device) or torch.float32)}
+    said |= {"compile": runtime.compile, "kernels": runtime.kernels, "residual": runtime.residual}
+    return said | machine(device)
 
 
 def machine(device: torch.device) -> Line:
@@ -83,6 +86,16 @@ def check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
+
+
+def record_each(lines: Iterable[Line], folder: Path | None, what: str) -> str:
+    """`record_lines` of each line as soon as there is one: if a command is ended, they remain."""
+    text, about = list[str](), Line()
+    for line in lines:
+        about = about or line
+        say(json.dumps(line))
+        text.append(record_lines([line], folder, what, about))
+    return "\n".join(text)
 
 
 def record_lines(

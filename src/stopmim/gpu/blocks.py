@@ -113,7 +113,8 @@ def _add_norm(
 def _attend(qkv: Tensor, heads: int, first: int) -> Tensor:
     from stopmim.gpu.kernels.blockwise import block_attention  # needs triton
 
-    if qkv.shape[1] > BY_BLOCKS and is_short(qkv.shape[1], qkv.shape[2] // (3 * heads)):
+    n, width = qkv.shape[1:]
+    if n > BY_BLOCKS and is_short(n, width // (3 * heads), qkv.device):
         return block_attention(qkv, heads, first)[0]
     return attend(qkv, heads, first)
 

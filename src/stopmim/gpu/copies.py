@@ -43,9 +43,9 @@ def on_host(tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> di
     if ready is None:
         return {name: x.contiguous() for name, x in tensors.items()}
     found = {}
-    stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
     stream = _stream(next(iter(tensors.values())).device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # and its device, which a new thread does not have
+        stage = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
         stream.wait_event(ready)
         for name, x in tensors.items():
             found[name] = torch.empty(x.shape, dtype=x.dtype)
@@ -59,4 +59,6 @@ def on_host(tensors: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> di
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # torch hands out 32 streams of each priority in turn. This one must not be that of a recording,
+    # which would end with an error if a thread copied on it.
+    return torch.cuda.Stream(device, priority=-1)

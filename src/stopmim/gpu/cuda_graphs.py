@@ -82,7 +82,9 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             leaves, spec = tree_flatten(arguments)
             held = [self._held(i, x) for i, x in enumerate(leaves)]
-            self.copied.record()
+            if any(isinstance(x, Tensor) for x in leaves):
+                # Not after numbers alone: what they wait for would hold up the next inputs.
+                self.copied.record()
             shapes = tuple(x if x is None else x.shape for x in held)
             if shapes in self.recordings:
                 return self.recordings[shapes].replay()
