@@ -101,6 +101,7 @@ def test_some_cases_of_every_family_pass(tmp_path: Path) -> None:
     assert {one["family"]: one["failures"] for one in record["outcomes"] if one["failures"]} == {}
 
 
+@pytest.mark.slow
 def test_a_page_gets_the_table_of_one_or_more_campaigns(tmp_path: Path) -> None:
     page, records = tmp_path / "page.md", [str(tmp_path / f"{i}.json") for i in range(2)]
     page.write_text("# A\n\n<!-- campaign -->\nold\n<!-- end -->\n\nB\n")

@@ -135,6 +135,7 @@ def test_grey_is_left_out_of_other_channels(
     assert "blurred only" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_run_of_many_channels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,7 @@ def test_two_ranks_with_four_parts_make_the_updates_of_one(whole: Run, tmp_path:
     assert_close(train_on(2, tmp_path / "run", config), whole)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_ranks_that_average_gradients_themselves_make_the_same_updates(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
@@ -474,6 +474,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
     assert "not finite at step 3" in line
 
 
+@pytest.mark.slow
 def test_broken_images_of_every_rank_reach_the_list(tmp_path: Path) -> None:
     broken = (3, 17, 22)
     config = tiny(data={"max_bad": 0.1}, runtime={"log_every": 5})

@@ -216,6 +216,7 @@ def write_preset(path: Path) -> None:
     path.write_text(yaml.safe_dump(epochs(1).model_dump(mode="json")))
 
 
+@pytest.mark.slow
 def test_another_signature_is_the_same_run(folder: Path, tmp_path: Path) -> None:
     with serving(folder) as server:
         pretrain(f"{server.url}/{PATTERN}?sig=1", tmp_path / "far", epochs(1), stop_at=2)
@@ -225,6 +226,7 @@ def test_another_signature_is_the_same_run(folder: Path, tmp_path: Path) -> None
     assert len(run.metrics) == 10
 
 
+@pytest.mark.slow
 def test_workers_fetch_what_replaces_a_broken_image(folder: Path, tmp_path: Path) -> None:
     """A replacement may be in any shard, also in one that nothing ahead has asked for."""
     broken = tmp_path / "broken"

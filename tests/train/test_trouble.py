@@ -161,6 +161,7 @@ def test_means_follow_what_is_made_and_not_what_is_skipped() -> None:
     assert 1 < float(guard.state[0]) < 1.02
 
 
+@pytest.mark.slow
 def test_ranks_skip_the_same_updates(tmp_path: Path) -> None:
     config = tiny(optim=SKIP)
 
@@ -224,6 +225,7 @@ def test_a_single_image_that_does_not_fit_ends_the_run(
             pretrain(NoiseImages(), tmp_path / str(most), config)
 
 
+@pytest.mark.slow
 def test_ranks_start_again_with_smaller_parts(tmp_path: Path) -> None:
     config = tiny(runtime=HALVE)
 

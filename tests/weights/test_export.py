@@ -202,6 +202,7 @@ def test_the_code_in_the_card_loads_a_hugging_face_model_and_its_processor(
     assert torch.equal(stopmim.load_encoder(tmp_path)(pictures()), run.encoder()(pictures()))
 
 
+@pytest.mark.slow
 def test_onnx_of_an_encoder_with_a_class_token_takes_any_batch(tmp_path: Path) -> None:
     """The exporter itself compares batches of two and three."""
     torch.manual_seed(0)
@@ -394,6 +395,7 @@ def results_in(folder: Path) -> list[dict[str, str]]:
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
 
+@pytest.mark.slow
 def test_a_card_has_only_the_results_of_the_weights_that_were_exported(tmp_path: Path) -> None:
     run = stopmim.pretrain(NoiseImages(), tmp_path / "run", tiny())
     older = run.path / "checkpoints" / "step-00000009"

@@ -235,7 +235,13 @@ sandbox.read_tree(Path("a.pth"))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
 def test_a_reader_ends_with_its_parent_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals
 ) -> None:

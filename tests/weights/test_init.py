@@ -56,6 +56,7 @@ def test_both_encoders_begin_with_the_features_of_the_file(
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_needs_the_file_no_more_and_is_the_same_run(tmp_path: Path) -> None:
     path = source(tmp_path, class_token=True)
     config = tiny(init=str(path), class_token=True)

@@ -191,7 +191,10 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["encoder", "target_encoder", "predictor"])
-@pytest.mark.parametrize(("kind", "layout"), [("stop", "plain"), ("ijepa", "module")])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("stop", "plain"), pytest.param("ijepa", "module", marks=pytest.mark.slow)],
+)
 def test_a_file_that_lacks_any_one_key_is_refused(
     kind: str, layout: str, part: str, tmp_path: Path
 ) -> None:
