@@ -147,7 +147,7 @@ def changed(**changes: Any) -> dict[str, Tensor]:
         (changed(decoder_pos_embed=STATE["decoder_pos_embed"] + 1), "class token has a place"),
         (changed(decoder_pos_embed=STATE["decoder_pos_embed"] * 2), "not its project's fixed"),
         (changed(**{"decoder_pred.weight": torch.zeros(24, 16)}), "predictor_proj.weight is (24,"),
-        (changed(decoder_embed=3), "decoder: predictor_embed is no tensor"),
+        (changed(decoder_embed=3), "decoder: predictor_embed is not a tensor but int"),
     ],
     ids=lambda x: x[:20] if isinstance(x, str) else "",
 )

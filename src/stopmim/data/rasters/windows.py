@@ -83,9 +83,9 @@ def _shrunk(raster: Raster, box: Box) -> np.ndarray:
     size, most = bytes_of(raster, box), SHRUNK // raster.slow
     if size > most:  # a sparse or compressed file of them may be small
         raise BadImageError(
-            f"{box.width}x{box.height} pixels are {size / 2**30:.1f} GiB, more than the "
-            f"{most / 2**30:.1f} GiB, stored like this, that are shrunk; add smaller copies to the "
-            f"file (overviews, levels), or cut it"
+            f"{box.width}x{box.height} pixels are {size / 2**30:.4g} GiB, more than the "
+            f"{most / 2**30:g} GiB that are shrunk in this format; add smaller copies to the file "
+            f"(overviews, levels) or cut it"
         )
     by = math.ceil(math.sqrt(size / STRIP))
     height, width = box.height // by, box.width // by
