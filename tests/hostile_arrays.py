@@ -198,7 +198,7 @@ def dicom(side: int) -> Write:
 
 
 def archives() -> dict[str, Write]:
-    """Archives of many images, of types that are converted."""
+    """Archives that expand as far as they may, and further when their numbers are converted."""
     return {f"npz of many of {k}.npz": _archive(dtype, size) for k, dtype, size in (
         ("signed bytes", "|i1", MOST), ("bits", "|b1", MOST), ("halves", "<f2", MOST),
         ("doubles", "<f8", MOST), ("floats", "<f4", MOST), ("bytes", "|u1", MOST),
@@ -207,11 +207,11 @@ def archives() -> dict[str, Write]:
 
 def _archive(dtype: str, size: int) -> Write:
     def make(path: Path) -> None:
-        n = (size - 1000) // (np.dtype(dtype).itemsize * 3 * 256**2)
-        about = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({n}, 256, 256, 3), }}\n"
+        n = (size - 1000) // (np.dtype(dtype).itemsize * 3 * 1024**2)
+        about = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({n}, 1024, 1024, 3), }}\n"
         header = b"\x93NUMPY\x01\0" + struct.pack("<H", len(about)) + about.encode()
         buffer: Any = io.BytesIO()
-        each = np.dtype(dtype).itemsize * 3 * 256**2
+        each = np.dtype(dtype).itemsize * 3 * 1024**2
         with (
             zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out,
             out.open("images.npy", "w") as file,

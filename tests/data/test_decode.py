@@ -329,9 +329,9 @@ def test_pillow_decodes_in_several_threads_at_once(monkeypatch: pytest.MonkeyPat
     """Each waits within Pillow for the other, which a lock around it would keep out."""
     both, load = threading.Barrier(2, timeout=10), module._decode_with_pillow
 
-    def meet(data: bytes, max_pixels: int) -> np.ndarray:
+    def meet(data: bytes, max_pixels: int, enough: int | None) -> np.ndarray:
         both.wait()
-        return load(data, max_pixels)
+        return load(data, max_pixels, enough)
 
     monkeypatch.setattr(module, "_decode_with_pillow", meet)
     with ThreadPoolExecutor(2) as pool:

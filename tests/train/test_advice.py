@@ -25,7 +25,7 @@ from stopmim.train.plan import CANDIDATES, ROOM, Plan, choose, machine, plan_run
 from tiny import NoiseImages
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-PHOTOS = Facts(count=300, side=335, read_seconds=0.002, workers=2)
+PHOTOS = Facts(count=300, side=335, read_seconds=0.002, reduced_seconds=0.002, workers=2)
 SMALLER = {"arch": "vit_micro8", "image_size": 48, "optim.batch_size": 8, "runtime.workers": 0}
 SMALLER |= {"masking.target_scale": [0.1, 0.2], "runtime.health_every": 0}
 
@@ -299,11 +299,19 @@ def test_objections(
 
 
 def test_photographs_that_take_longer_to_read_than_to_learn_from_are_told() -> None:
-    large = Facts(count=5000, side=3000, read_seconds=10.0, workers=2)
+    large = Facts(count=5000, side=3000, read_seconds=10.0, reduced_seconds=4.0, workers=2)
     for facts, told in ((large, True), (replace(large, read_seconds=1e-6), False)):
         plan = plan_run("photos_cpu", {**SMALLER, "image_size": 96}, facts, CPU)
         said = " ".join(advice.warnings(plan))
         assert ("reading images of 3000 px takes most of the time" in said) == told
+
+
+def test_the_time_of_a_run_counts_reading_as_its_config_does() -> None:
+    facts = Facts(count=5000, side=3000, read_seconds=10.0, reduced_seconds=4.0, workers=2)
+    config = plan_run("photos_cpu", {}, facts, CPU).config
+    assert facts.reading(config) == 4
+    assert facts.reading(configure(config, {"data.decode": "whole"})) == 10
+    assert replace(facts, side=500).reading(config) == 10  # too small to be reduced
 
 
 def test_a_preset_for_a_gpu_is_told_how_long_it_takes_without_one(

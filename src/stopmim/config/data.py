@@ -19,6 +19,8 @@ class DataConfig(Section):
     """side of the random crop in pixels of the image, for large ones; null: by crop_scale"""
     crops_per_image: int = Field(default=1, ge=1, le=4096)
     """random crops of an image each time it is opened; an epoch has as many times the samples"""
+    decode: Literal["whole", "reduced"] = "whole"
+    """reduced: JPEGs much larger than their crops are decoded at 1/2, 1/4 or 1/8 of their size"""
     augmentation: Literal["crop", "flip", "released"] | None = None
     """crop: random crop; flip: and mirror (MAE); released: and grey, blur; null: by compat"""
     max_bad: float = Field(default=0.01, ge=0, le=1)

@@ -23,6 +23,8 @@ FLAT = 1e-2  # share of the data set's deviation; an image with less has no cont
 # Aspect ratio above which `center_crop` cuts a strip before it resizes it, which moves pixels by a
 # fraction: no photograph is that long, and others would crop them differently.
 LONGEST = 64
+RATIO = 3 / 4, 4 / 3  # of the width of a crop to its height
+SPARE = 2  # pixels per pixel of a crop that are read at least, so that resizing still filters them
 # Bytes of an image above which squares of its pixels are averaged before it is resized, as floats,
 # and about how many are left. A photograph of 8 bits that can be decoded is smaller.
 HELD, LEFT = 2**28, 2**26
@@ -41,7 +43,7 @@ def crop_box(
     height: int,
     width: int,
     scale: tuple[float, float],
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    ratio: tuple[float, float] = RATIO,
 ) -> Box:
     """Draws a random box as torchvision's RandomResizedCrop does.
 
@@ -69,6 +71,17 @@ def crop_scale(data: DataConfig, height: int, width: int) -> tuple[float, float]
         return data.crop_scale
     least, most = (min(1.0, side**2 / (height * width)) for side in data.crop_pixels)
     return least, most
+
+
+def side_of_use(data: DataConfig, size: int) -> int | None:
+    """The shorter side below which an image is not reduced before its crops are; None: never.
+
+    The smallest crop keeps `SPARE` pixels for each of the `size` that it is resized to.
+    """
+    if data.decode == "whole" or data.crop_pixels is not None:
+        return None
+    least = math.sqrt(data.crop_scale[0] * RATIO[0])  # share of the shorter side, see `crop_box`
+    return math.ceil(SPARE * size / least)
 
 
 def resized(image: np.ndarray, height: int, width: int, mode: Mode = "bilinear") -> Tensor:

@@ -19,10 +19,17 @@ from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
 from stopmim.data.channels import Form, fitting
-from stopmim.data.crops import crop_box, crop_scale, draw_augmentation, resized, resized_crop
+from stopmim.data.crops import (
+    crop_box,
+    crop_scale,
+    draw_augmentation,
+    resized,
+    resized_crop,
+    side_of_use,
+)
 from stopmim.data.decode import BadImageError
 from stopmim.data.facts import Facts, look_at
-from stopmim.data.images import Images, open_image
+from stopmim.data.images import Images, open_image, read_image
 from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.rasters.raster import Raster, bytes_of
@@ -52,6 +59,7 @@ class Crops:
     def __init__(self, images: Images, config: Config, watched: Watched | None = None) -> None:
         self.images, self.size, self.seed = images, config.image_size, config.seed
         self.data, self.stats = config.data, stats_of(config)
+        self.enough = side_of_use(config.data, config.image_size)
         self.watched = watched or Watched(images, 0, 0)
         self.opened: tuple[int, np.ndarray | Raster | None] = -1, None  # the image read last
 
@@ -84,7 +92,7 @@ class Crops:
             return image
         image = open_image(self.images, number)
         if image is None:
-            image = fitting(self.images.read(number), self.stats)
+            image = fitting(read_image(self.images, number, self.enough), self.stats)
         elif bytes_of(image) <= LARGE:
             image = fitting(read_whole(image), self.stats)
         self.opened = number, image

@@ -14,7 +14,7 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_regular
 from stopmim.base.random_keys import numpy_generator
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Chunked, Images, open_image, read_together, stamp
+from stopmim.data.images import Chunked, Images, open_image, read_image, read_together, stamp
 from stopmim.data.rasters.raster import Raster
 from stopmim.data.rasters.stack import SomeChannels
 
@@ -39,6 +39,9 @@ class Subset:
 
     def read(self, i: int) -> np.ndarray:
         return self.images.read(int(self.kept[i]))
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
+        return read_image(self.images, int(self.kept[i]), enough)
 
     def read_together(self, numbers: np.ndarray) -> np.ndarray | None:
         return read_together(self.images, self.kept[numbers])
@@ -81,7 +84,10 @@ class Selected:
         return f"channels:{','.join(map(str, self.index))}:{self.images}"
 
     def read(self, i: int) -> np.ndarray:
-        pixels = self.images.read(i)
+        return self.read_reduced(i, None)
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
+        pixels = read_image(self.images, i, enough)
         if max(self.index) >= pixels.shape[2]:
             raise BadImageError(f"{pixels.shape[2]} channels; channel {max(self.index)} is missing")
         return pixels[..., self.index]

@@ -141,11 +141,11 @@ def warnings(plan: Plan) -> list[str]:
             f"--data.crop_pixels '[{size}, {4 * size}]'"
         )
         return lines
-    reading = facts.read_seconds * config.optim.batch_size / max(1, facts.workers)
+    reading = facts.reading(config) * config.optim.batch_size / max(1, facts.workers)
     if facts.side > 4 * DETAIL and reading > plan.seconds / plan.updates / 2:
         lines.append(
-            f"reading images of {facts.side} px takes most of the time; copies with a shorter side "
-            f"of {2 * DETAIL} px are read many times as fast"
+            f"reading images of {facts.side} px takes most of the time; copies are read many times "
+            f"as fast: stopmim pack DATA --size {2 * DETAIL} --out PACKED"
         )
     if facts.count < FEW:
         better = (

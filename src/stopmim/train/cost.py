@@ -21,8 +21,9 @@ from stopmim.config.schema import Config, override
 from stopmim.data import survey
 from stopmim.data.ahead import in_reach
 from stopmim.data.channels import Form
+from stopmim.data.crops import side_of_use
 from stopmim.data.decode import BadImageError
-from stopmim.data.images import Images, open_image
+from stopmim.data.images import Images, open_image, read_image
 from stopmim.data.rasters.raster import MOST, bytes_of
 from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import cores, default_workers
@@ -52,31 +53,49 @@ class Facts:
     count: int
     side: int  # median of the shorter sides, in pixels; 0 if none of the sample can be read
     read_seconds: float  # to read one image on one core
+    reduced_seconds: float  # the same, if a JPEG is reduced while it is decoded
     workers: int  # processes that would read them
     seen: Form = Form()  # noqa: RUF009 - a tuple; channels and their type
+
+    def reading(self, config: Config) -> float:
+        """Seconds to read an image as a run with this config does."""
+        enough = side_of_use(config.data, config.image_size)
+        is_reduced = enough is not None and self.side >= 2 * enough
+        return min(self.read_seconds, self.reduced_seconds) if is_reduced else self.read_seconds
 
 
 def look(images: Images, seen: Form | None = None) -> Facts:
     """Reads SAMPLE images, evenly spaced; `seen` are their channels, if they are known."""
     numbers = np.linspace(0, len(images) - 1, min(SAMPLE, len(images))).round().astype(int)
-    seconds, sides = 0.0, list[int]()
+    found = list[tuple[int, float, float]]()
     for number in in_reach(images, numbers.tolist(), lambda number: [number], 0):
-        begin = time.perf_counter()
         with contextlib.suppress(BadImageError):
-            sides.append(_read_side(images, number))
-        seconds += (time.perf_counter() - begin) / len(numbers)
-    side = int(np.median(sides)) if sides else 0
-    seen = seen or survey.common_form(images)
-    return Facts(len(images), side, seconds, default_workers(images), seen)
+            found.append(_timed(images, number))
+    sides, whole, reduced = zip(*found, strict=True) if found else ((0,), (0.0,), (0.0,))
+    return Facts(
+        count=len(images),
+        side=int(np.median(sides)),
+        read_seconds=float(np.mean(whole)),
+        reduced_seconds=float(np.mean(reduced)),
+        workers=default_workers(images),
+        seen=seen or survey.common_form(images),
+    )
 
 
-def _read_side(images: Images, number: int) -> int:
-    """The shorter side of an image, which is read; of one that is beyond memory, parts are."""
+def _timed(images: Images, number: int) -> tuple[int, float, float]:
+    """The shorter side of an image, and the seconds to read it whole and reduced."""
+    begin = time.perf_counter()
     raster = open_image(images, number)
-    if raster is None or bytes_of(raster) <= MOST:
-        return min(images.read(number).shape[:2])
-    read_sample(raster, numpy_generator("parts", number))
-    return min(raster.shape[:2])
+    if raster is None:
+        side, whole = min(images.read(number).shape[:2]), time.perf_counter()
+        read_image(images, number, 1)
+        return side, whole - begin, time.perf_counter() - whole
+    if bytes_of(raster) <= MOST:
+        images.read(number)
+    else:  # beyond memory: parts are read
+        read_sample(raster, numpy_generator("parts", number))
+    seconds = time.perf_counter() - begin
+    return min(raster.shape[:2]), seconds, seconds
 
 
 # ------------------------------------------------------------------------------ the network
@@ -153,7 +172,7 @@ def seconds_per_update(config: Config, facts: Facts, device: torch.device) -> fl
     if device.type == "cuda":  # the run logs a peak of its own
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    reading, readers = batch * facts.read_seconds, max(1, facts.workers)
+    reading, readers = batch * facts.reading(config), max(1, facts.workers)
     if device.type == "cuda":
         return max(computing, reading / readers)
     if not facts.workers:

@@ -154,7 +154,10 @@ def plan_run(
     """Settles what depends on the images and the machine; `out` may be a run to resume."""
     crops = dict(flatten(changes)).get("data.crops_per_image")
     if isinstance(crops, int) and crops > 1:  # an epoch has so many times the samples
-        facts = replace(facts, count=crops * facts.count, read_seconds=facts.read_seconds / crops)
+        read, reduced = facts.read_seconds / crops, facts.reduced_seconds / crops
+        facts = replace(
+            facts, count=crops * facts.count, read_seconds=read, reduced_seconds=reduced
+        )
     resumed = Run(out).config if out and (out / "run.json").exists() else None
     if preset is None and resumed:
         return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from stopmim.data.crops import Box, averaged
+from stopmim.data.crops import SPARE, Box, averaged
 from stopmim.data.decode import BadImageError
 from stopmim.data.rasters.raster import MOST, Raster, bytes_of, cut, one_reason
 
@@ -14,7 +14,6 @@ SHRUNK = 2**32
 STRIP, STRIPS = 2**26, 2**28  # bytes that are read at a time of a part that does not fit
 PARTS, PART = 16, 256  # number and side of the squares that statistics of a large image are of
 SAMPLED = 2**30  # bytes that are decoded for them: of large tiles there are fewer squares
-SPARE = 2  # pixels per pixel of a view that are read, so that shrinking still filters them
 
 
 def read_whole(raster: Raster) -> np.ndarray:

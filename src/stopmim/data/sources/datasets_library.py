@@ -74,9 +74,12 @@ class Table:
         return len(self._images)
 
     def read(self, i: int) -> np.ndarray:
+        return self.read_reduced(i, None)
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
         if (data := self._images[i].as_py()["bytes"]) is None:
             raise BadImageError("no bytes; a path alone is not followed")
-        return decode(data)
+        return decode(data, enough=enough)
 
     def name(self, i: int) -> str:
         path = self._images[i].as_py()["path"]

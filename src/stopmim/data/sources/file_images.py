@@ -32,8 +32,11 @@ class FileImages:
         return self.form and checked(self._raster(i), self.form)
 
     def read(self, i: int) -> np.ndarray:
+        return self.read_reduced(i, None)
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
         raster = self.open(i)
-        return decode(self._data(i)) if raster is None else read_whole(raster)
+        return read_whole(raster) if raster else decode(self._data(i), enough=enough)
 
     def _data(self, i: int) -> bytes:
         """The file of image `i`; raises BadImageError if it cannot be read."""

@@ -55,9 +55,12 @@ class IndexedTar(Shards):
         return self.shard(chunk).open(i - int(self.chunks[chunk]))
 
     def read(self, i: int) -> np.ndarray:
+        return self.read_reduced(i, None)
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
         chunk = self._chunk(i)
         _ = self.files[chunk]  # fetched here and kept; the shard would do so in another thread
-        return self.shard(chunk).read(i - int(self.chunks[chunk]))
+        return self.shard(chunk).read_reduced(i - int(self.chunks[chunk]), enough)
 
     def name(self, i: int) -> str:
         chunk = self._chunk(i)

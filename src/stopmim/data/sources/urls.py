@@ -175,9 +175,12 @@ class RemoteList:
         return numbers
 
     def read(self, i: int) -> np.ndarray:
+        return self.read_reduced(i, None)
+
+    def read_reduced(self, i: int, enough: int | None) -> np.ndarray:
         try:
             with open(self.files[i], "rb") as file:
-                return decode(file.read())
+                return decode(file.read(), enough=enough)
         except MissingError as error:
             raise BadImageError(str(error)) from None
 
