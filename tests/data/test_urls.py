@@ -18,9 +18,10 @@ from test_tar import png, shard, values
 
 from faulty_server import FAULTS, FaultyServer, answer_plain, impatient, serving
 from stopmim.base.errors import DataError
-from stopmim.data import fetch, remote_cache
 from stopmim.data.order import permutation
 from stopmim.data.pack import pack
+from stopmim.data.remote import cache as remote_cache
+from stopmim.data.remote import fetch
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import Split
 

@@ -19,9 +19,9 @@ from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
 from stopmim.data.channels import Form, fitting
+from stopmim.data.checks.facts import Facts, look_at
 from stopmim.data.crops import crop_box, crop_scale, draw_augmentation, resized, resized_crop
 from stopmim.data.decode import BadImageError
-from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images, open_image
 from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import RGB, stats_of

@@ -23,7 +23,7 @@ from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
 from stopmim.base.files import read_regular, replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.encoded import Encoded, FileEncoder
+from stopmim.data.encode import Encoded, FileEncoder
 from stopmim.data.images import Images
 from stopmim.data.sources.open import keep_outside, open_images, open_test
 from stopmim.data.sources.packed import FORMAT, INDEX, Index, PackedShard

@@ -25,11 +25,10 @@ import numpy as np
 from stopmim.base.console import busy, warn
 from stopmim.base.errors import ResourceError
 from stopmim.base.signals import end_wait_if_told
-from stopmim.data import messages
-from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
-from stopmim.data.worker_loop import Failure, work
+from stopmim.data.remote.ahead import in_reach
+from stopmim.data.worker_process import Failure, receive, send, work
 
 MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/scale.md
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
@@ -270,13 +269,13 @@ class _Worker:
     def send(self, keys: list[Any]) -> None:
         self.unanswered.append(keys)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` notices
-            messages.send(self.socket, keys)
+            send(self.socket, keys)
 
     def receive(self) -> Any:
         while True:
             try:
                 if self.watched.is_ready(self._poll, self.number):
-                    answer = messages.receive(self.socket)
+                    answer = receive(self.socket)
                     break
                 self._replace(hangs=True)
             except (EOFError, ConnectionResetError):
@@ -308,7 +307,7 @@ class _Worker:
         warn(f"{str(error).split('; ')[0]}; another process tries again")
         self._start()
         for keys in self.unanswered:
-            messages.send(self.socket, keys)
+            send(self.socket, keys)
 
     def _error(self, failure: Failure | None = None) -> ResourceError:
         """The error for a failure, or without one for the death of the process."""

@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from stopmim.data.protocols import RemoteError
 from stopmim.data.rasters.raster import Raster
-from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.remote.attempt import RemoteError
+from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.shards import Shards, progress
 from stopmim.data.sources.tar import WINDOW, Tar
 

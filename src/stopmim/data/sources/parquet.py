@@ -15,7 +15,7 @@ from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, one_line
 from stopmim.data.rasters.raster import Stored
-from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.parquet_pages import unpacked
 from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards, places

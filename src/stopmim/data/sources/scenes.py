@@ -9,8 +9,8 @@ import numpy as np
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import seed_of
-from stopmim.data.render import BANDS, render_all, render_bands
-from stopmim.data.scene import LABELS, Scene, labels_of, sample
+from stopmim.data.rendering.render import BANDS, render_all, render_bands
+from stopmim.data.rendering.scene import LABELS, Scene, labels_of, sample
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.source import Source, Split
 

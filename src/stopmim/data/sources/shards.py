@@ -13,7 +13,7 @@ import numpy as np
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError
 from stopmim.data.images import file_state, stamp_files
-from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
 from stopmim.data.sources.scanning import holds_images

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from stopmim.base.console import warn
 from stopmim.base.errors import setting
 from stopmim.base.secrets import shown
-from stopmim.data.protocols import About, AgainError, RemoteError, find, opened
+from stopmim.data.remote.attempt import About, AgainError, RemoteError, find, opened
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 60.0  # seconds between attempts
 START_PATIENCE = 60.0  # seconds for the first answer: a wrong name should not take minutes

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stopmim.data.images import Images
-from stopmim.data.protocols import MissingError
-from stopmim.data.remote_cache import Held, Remote, RemoteFiles, budget, hold
+from stopmim.data.remote.attempt import MissingError
+from stopmim.data.remote.cache import Held, Remote, RemoteFiles, budget, hold
 from stopmim.data.subset import Subset
 
 AT_ONCE = 8  # files that are fetched at the same time

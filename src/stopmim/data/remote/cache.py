@@ -28,8 +28,8 @@ from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError, setting
 from stopmim.base.files import read_regular, write_whole
 from stopmim.data import index_cache
-from stopmim.data.fetch import fetch, look, patience
-from stopmim.data.protocols import About, MissingError, RemoteError
+from stopmim.data.remote.attempt import About, MissingError, RemoteError
+from stopmim.data.remote.fetch import fetch, look, patience
 
 DEFAULT_GB = 50.0
 WRONG = 3  # wrong checksums in a row before it fails: one transfer may be damaged, but not all
