@@ -13,6 +13,7 @@ import os
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -288,16 +289,11 @@ def _write_tar(file: Any, images: Images, keys: list[str], files: Iterable[Encod
 
 def _write_parquet(file: Any, images: Images, keys: list[str], files: Iterable[Encoded]) -> int:
     """Writes a row per image, with all its labels, in the schema of Hugging Face."""
-    rows, count = list[Encoded](), 0
+    files, count = iter(files), 0
     with parquet_file(file, sorted(images.labels), getattr(images, "classes", [])) as write:
-        for one in files:
-            rows.append(one)
-            count += 1
-            if len(rows) == GROUP:
-                write(*_columns(rows, images, keys))
-                rows = []
-        if rows:
+        while rows := list(islice(files, GROUP)):
             write(*_columns(rows, images, keys))
+            count += len(rows)
     return count
 
 

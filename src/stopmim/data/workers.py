@@ -16,6 +16,9 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from functools import partial
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
@@ -213,39 +216,34 @@ def _in_thread(
     Python cannot interrupt a call into C. A thread that waits for a file or decodes it releases
     the interpreter's lock, so that this one continues; a decoder that keeps the lock blocks both.
     """
-    lists, answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    tasks = queue.SimpleQueue[tuple[list[Any], Future[Any]] | None]()
     watched.number = 0
-    answer: list[Any] = []
 
     def work() -> None:
-        while (part := lists.get()) is not None:
+        while task := tasks.get():
+            part, answer = task
             try:
-                answers.put((make(part), None))
+                answer.set_result(make(part))
             except BaseException as error:
-                answers.put((None, error))
-
-    def poll(seconds: float) -> bool:
-        with contextlib.suppress(queue.Empty):
-            answer[:] = answers.get(timeout=seconds)
-            return True
-        return False
+                answer.set_exception(error)
 
     thread = Thread(target=work, daemon=True)  # the process does not wait for it on exit
     thread.start()
     try:
         for part in keys:
-            lists.put(part)
-            if not watched.is_ready(poll, 0):
+            answer = Future[Any]()
+            tasks.put((part, answer))
+            if not watched.is_ready(partial(_is_done, answer), 0):
                 raise watched.too_slow(0)
-            batch, error = answer
-            answer.clear()
-            if error is not None:
-                raise error
-            yield batch
+            yield answer.result()
     finally:
-        lists.put(None)
+        tasks.put(None)
         thread.join(LEAVE if watched.at(0) is None else 0)
         watched.number = None
+
+
+def _is_done(answer: Future[Any], seconds: float) -> bool:
+    return bool(futures.wait([answer], seconds).done)
 
 
 class _Worker:

@@ -22,7 +22,6 @@ from stopmim.data.rasters.raster import (
     check_shape,
     cut,
     extra,
-    one_reason,
 )
 
 MARK = b"DICM"  # at byte 128
@@ -42,7 +41,7 @@ class Dicom:
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
         self.names = []
-        with quiet, stored.stream() as stream, one_reason():
+        with quiet, stored.stream() as stream:
             # Without the marker pydicom would take any file for one.
             self.file = pydicom.dcmread(
                 _Parts(stream), specific_tags=_TAGS, stop_before_pixels=True
@@ -66,7 +65,7 @@ class Dicom:
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, None)
         pydicom = extra("pydicom", "dicom", "DICOM")
-        with quiet, self.stored.stream() as stream, one_reason():
+        with quiet, self.stored.stream() as stream:
             file = pydicom.dcmread(_Parts(stream))
             try:
                 pixels = np.asarray(file.pixel_array)

@@ -2,18 +2,13 @@
 
 import os
 
-from stopmim.data.decode import BadImageError
+from stopmim.data.decode import BadImageError, one_reason
 from stopmim.data.rasters import tiff_tags
 from stopmim.data.rasters.dicom import Dicom, is_dicom
 from stopmim.data.rasters.npy import MAGIC as NPY
 from stopmim.data.rasters.npy import open_npy, open_npz
 from stopmim.data.rasters.pictures import is_deep, open_picture
-from stopmim.data.rasters.raster import (
-    SMALL,
-    Raster,
-    Stored,
-    one_reason,
-)
+from stopmim.data.rasters.raster import SMALL, Raster, Stored
 from stopmim.data.rasters.tiff import is_picture, open_tiff
 from stopmim.data.rasters.zarr import SUFFIX as ZARR
 from stopmim.data.rasters.zarr import open_zarr

@@ -8,13 +8,12 @@ Nothing trusts a header: sizes are compared with the length of the file, and wit
 memory is allocated.
 """
 
-import contextlib
 import importlib
 import io
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -24,7 +23,7 @@ from stopmim.config.data import Kind
 from stopmim.data.channels import MOST as MAX_CHANNELS
 from stopmim.data.channels import Form, as_kind
 from stopmim.data.crops import Box
-from stopmim.data.decode import BadImageError, one_line
+from stopmim.data.decode import BadImageError
 
 MAX_SIDE = 2**20
 MAX_FILE = 2**62  # bytes: any file, of which no more is read than is asked for
@@ -247,18 +246,3 @@ def extra(module: str, name: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise MissingExtraError(f'{what}: needs pip install "stopmim[{name}]"') from None
-
-
-@contextlib.contextmanager
-def one_reason() -> Iterator[None]:
-    """Turns whatever a library raises on damaged files into a `BadImageError` of one line."""
-    try:
-        yield
-    except BadImageError:
-        raise
-    except OSError as error:
-        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
-    except Exception as error:
-        text = one_line(error)
-        name = type(error).__name__
-        raise BadImageError(f"{name}: {text}" if text else name) from None

@@ -95,8 +95,6 @@ class _Http:
 
         try:
             return sync(self.files.loop, function, *arguments, timeout=stall())
-        except TimeoutError:
-            raise AgainError(f"sent nothing for {stall():g} s") from None
         except Exception as error:
             raise _failed(self.url, error) from None
 
@@ -151,7 +149,7 @@ class _Other:
 
     def _wait(self, function: Callable[[], T]) -> T:
         try:
-            return _within(stall(), function)
+            return within(stall(), function)
         except Exception as error:
             raise _failed(self.url, error) from None
 
@@ -176,7 +174,7 @@ def find(pattern: str) -> list[str]:
     """Sorted URLs that a glob stands for."""
     scheme, files = pattern.partition("://")[0], _filesystem(pattern)
     try:
-        found = _within(stall(), lambda: files.glob(_path(files, pattern)))
+        found = within(stall(), lambda: files.glob(_path(files, pattern)))
     except FileNotFoundError:
         return []
     except Exception as error:
@@ -216,6 +214,8 @@ def _failed(url: str, error: Exception) -> Exception:
     name = type(error).__name__
     if isinstance(error, AgainError | UserError):
         return error
+    if isinstance(error, TimeoutError):
+        return AgainError(f"sent nothing for {stall():g} s")
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{url}: no such file")
     if isinstance(error, PermissionError):
@@ -234,14 +234,6 @@ def _failed(url: str, error: Exception) -> Exception:
 def _words(name: str) -> str:
     """The name of an exception as words."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of `function`; AgainError if it takes longer."""
-    try:
-        return within(seconds, function)
-    except TimeoutError:
-        raise AgainError(f"sent nothing for {seconds:g} s") from None
 
 
 def _number(text: str) -> float:

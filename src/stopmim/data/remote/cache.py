@@ -28,13 +28,13 @@ from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError, setting
 from stopmim.base.files import read_regular, write_whole
 from stopmim.data import index_cache
+from stopmim.data.decode import MAX_BYTES
 from stopmim.data.remote.attempt import About, MissingError, RemoteError
 from stopmim.data.remote.fetch import fetch, look, patience
 
 DEFAULT_GB = 50.0
 WRONG = 3  # wrong checksums in a row before it fails: one transfer may be damaged, but not all
 MOST_RECORD = 1_000_000  # bytes of a file that records a fetched one
-MAX_IMAGE = 2**30  # bytes of a file that is one image
 POLL = 0.05  # seconds between looks at a file that another process fetches
 
 
@@ -230,8 +230,8 @@ def _complete(remote: Remote, part: BufferedRandom, keep: bool) -> None:
 
 def look_at_image(url: str) -> About:
     about = look(url)
-    if about.size > MAX_IMAGE:
-        raise MissingError(f"{url}: more than {MAX_IMAGE} bytes")
+    if about.size > MAX_BYTES:
+        raise MissingError(f"{url}: more than {MAX_BYTES} bytes")
     return about
 
 

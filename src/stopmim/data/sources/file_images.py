@@ -9,9 +9,9 @@ import numpy as np
 from stopmim.base.errors import DataError, UserError
 from stopmim.data.channels import Form
 from stopmim.data.crops import Box
-from stopmim.data.decode import BadImageError, decode
+from stopmim.data.decode import BadImageError, decode, one_reason
 from stopmim.data.rasters.open import ARRAYS, is_ordinary, open_bytes, open_stored
-from stopmim.data.rasters.raster import MissingExtraError, Raster, Stored, form_of, one_reason
+from stopmim.data.rasters.raster import MissingExtraError, Raster, Stored, form_of
 from stopmim.data.rasters.windows import read_whole
 
 SAMPLE = 32  # files that are looked at

@@ -20,6 +20,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.data.images import stamp_files
 from stopmim.data.rasters.open import ARRAYS, open_raster
 from stopmim.data.rasters.raster import Raster, check_shape
+from stopmim.data.rasters.windows import read_whole
 from stopmim.data.sources.folder import Files, file_sizes, has_splits, hash_files, split_folder
 from stopmim.data.sources.scanning import SUFFIXES, path_classes, scan
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable, refuse_split
@@ -69,7 +70,7 @@ class Groups(Files):
         self.detect_form(name, self._paths, arrays=True)
         if self.form is None:
             try:
-                self._raster(0).read()
+                read_whole(self._raster(0))
             except BadImageError as error:
                 raise DataError(f"{name}: {self.name(0)}: {error}") from None
             raise DataError(f"{name}: none of the sampled images can be read")

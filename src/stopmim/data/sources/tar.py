@@ -18,11 +18,10 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import EXTENSIONS, BadImageError
+from stopmim.data.decode import EXTENSIONS, MAX_BYTES, BadImageError
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
 from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.file_images import SAMPLE
-from stopmim.data.sources.folder import MAX_BYTES
 from stopmim.data.sources.packed import read_index
 from stopmim.data.sources.shards import (
     Shards,
