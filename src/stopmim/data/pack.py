@@ -53,13 +53,6 @@ class Plan(NamedTuple):
     per_shard: dict[str, int] = {}  # noqa: RUF012 - images, by split
 
 
-class Part(NamedTuple):
-    """The images of one split, and what makes files of them."""
-
-    images: Images
-    encoder: FileEncoder
-
-
 def pack(
     data: str | Path | Images,
     out: str | Path,
@@ -92,7 +85,7 @@ def pack(
     splits = {"": images} if test is None else {"train": images, "test": test}
     with _claimed(folder):
         parts = {
-            split: Part(one, FileEncoder(Watched(one, workers, 300.0, "--workers "), size, quality))
+            split: FileEncoder(Watched(one, workers, 300.0, "--workers "), size, quality)
             for split, one in splits.items()
         }
         mixed = max(map(len, splits.values())) > WINDOW if shuffle is None else shuffle
@@ -146,7 +139,7 @@ def _claimed(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
+def _planned(folder: Path, wanted: Plan, parts: dict[str, FileEncoder]) -> Plan:
     """`wanted`, completed by the images, or by the unfinished pack in `folder`."""
     prints = {split: part.images.fingerprint for split, part in parts.items()}
     if (begun := _begun(folder)) is not None:
@@ -175,11 +168,11 @@ def _begun(folder: Path) -> Plan | None:
         return None
 
 
-def _per_shard(part: Part, mib: int) -> int:
+def _per_shard(part: FileEncoder, mib: int) -> int:
     """Number of images that fill a shard, estimated from an evenly spaced sample."""
     total = len(part.images)
     numbers = np.linspace(0, total - 1, min(SAMPLE, total)).astype(int).tolist()
-    sizes = [len(one.data) for one in part.encoder(numbers) if not one.reason]
+    sizes = [len(one.data) for one in part(numbers) if not one.reason]
     if not sizes:
         first = part.images.name(0)
         raise DataError(f"none of {len(numbers)} images can be read, first {first}")
@@ -194,7 +187,7 @@ class Packing:
         self.lost = list[str]()  # names of images that cannot be read, and why
         self.began, self.read = time.monotonic(), 0
 
-    def shards(self, split: str, part: Part) -> Iterator[PackedShard]:
+    def shards(self, split: str, part: FileEncoder) -> Iterator[PackedShard]:
         """Yields every shard of a split, existing and new ones."""
         keys, each, total = _keys(part.images), self.plan.per_shard[split], len(part.images)
         order = numpy_generator("pack").permutation(total) if self.plan.shuffle else range(total)
@@ -212,10 +205,10 @@ class Packing:
             self.ticker.update(done + len(numbers))
             yield made
 
-    def _files(self, part: Part, numbers: list[int]) -> Iterator[Encoded]:
+    def _files(self, part: FileEncoder, numbers: list[int]) -> Iterator[Encoded]:
         """Yields the readable images of `numbers` as files, in this order."""
         chunks = [numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK)]
-        for found in batches(part.encoder, chunks, part.encoder.watched):
+        for found in batches(part, chunks, part.watched):
             self.read += len(found)
             rate = self.read / (time.monotonic() - self.began)
             self.ticker.update(self.ticker.done + len(found), f"{rate:.0f} images/s")

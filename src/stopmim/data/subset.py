@@ -101,7 +101,7 @@ class Selected:
         return stamp(self.images)
 
 
-class _SomeChannels:
+class _SomeChannels(Raster):
     """Some channels of an image, in this order."""
 
     def __init__(self, whole: Raster, index: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class _SomeChannels:
         self.shape = whole.shape[0], whole.shape[1], len(self.index)
         self.tall, self.tile, self.slow = whole.tall, whole.tile, whole.slow
         self.names = [whole.names[i] for i in self.index] if whole.names else []
-        self.levels: Sequence[Raster] = [_SomeChannels(level, index) for level in whole.levels]
+        self.levels = [_SomeChannels(level, index) for level in whole.levels]
 
     def read(self, box: Box | None = None) -> np.ndarray:
         return self.whole.read(box)[:, :, self.index]

@@ -64,11 +64,8 @@ def near_duplicates(thumbnails: np.ndarray, among: np.ndarray | None = None) -> 
     like no other.
     """
     among = np.arange(len(thumbnails)) if among is None else among
-    shown = [block[thumbnails[block].std(axis=(1, 2)) >= FLAT] for block in _blocks(among)]
-    return _search(thumbnails, np.concatenate([np.empty(0, np.int64), *shown]))
-
-
-def _search(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
+    parts = [block[thumbnails[block].std(axis=(1, 2)) >= FLAT] for block in _blocks(among)]
+    shown = np.concatenate([np.empty(0, np.int64), *parts])
     found = [np.empty((0, 2), np.int64)]
     if len(shown) > 1:
         found.append(_average(thumbnails, shown))

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ ROW = np.dtype(
         ("digest", "S16"),  # of the file, or of the pixels if there is no file
     ]
 )
+_NO_THUMBNAIL = np.empty((0, SIDE, SIDE), np.uint8)
 
 
 class ChannelFacts(NamedTuple):
@@ -91,24 +92,27 @@ class ChannelFacts(NamedTuple):
         return text
 
 
-def join_channel_facts(found: Sequence[ChannelFacts | None]) -> ChannelFacts | None:
-    """All of them in one; None if there are none, as for ordinary pictures."""
-    whole = None
-    for one in found:
-        if one is not None:
-            whole = one if whole is None else whole.joined(one)
-    return whole
-
-
 class Facts(NamedTuple):
     """Facts about the readable images of one split, a row each, and reasons for the others."""
 
     rows: np.ndarray  # (n,) ROW
     kinds: Counter[str]  # "JPEG RGB", ...
     bad: list[tuple[int, str]]  # image, reason
-    searched: np.ndarray  # (m,) rows that have a thumbnail: all, or every k-th
     thumbnails: np.ndarray  # (m, S, S) uint8
-    channels: ChannelFacts | None = None  # of images that are not ordinary pictures
+    channels: ChannelFacts | None  # of images that are not ordinary pictures
+    every: int = 1  # one of so many rows has a thumbnail
+
+
+def _joined(parts: Sequence[Facts], every: int = 1) -> Facts:
+    channels = [part.channels for part in parts if part.channels]
+    return Facts(
+        np.concatenate([np.empty(0, ROW), *(part.rows for part in parts)]),
+        sum((part.kinds for part in parts), Counter[str]()),
+        [entry for part in parts for entry in part.bad],
+        np.concatenate([_NO_THUMBNAIL, *(part.thumbnails for part in parts)]),
+        reduce(ChannelFacts.joined, channels) if channels else None,
+        every,
+    )
 
 
 def inspect_images(
@@ -118,46 +122,33 @@ def inspect_images(
     watched, form = Watched(images, workers, timeout), common_form(images)
     chunks = [list(numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
     every = max(1, -(-len(numbers) // SEARCHED))
-    rows, bad, kinds = [np.empty(0, ROW)], list[tuple[int, str]](), Counter[str]()
-    small, done, begin = [np.empty((0, SIDE, SIDE), np.uint8)], 0, time.monotonic()
-    channels = list[ChannelFacts | None]()
+    found, rows, done, begin = list[Facts](), 0, 0, time.monotonic()
     with Ticker("check", len(numbers)) as ticker:
-        for found in batches(partial(look_at, watched, form), chunks, watched):
-            before = sum(kinds.values())
-            rows.append(found.rows)
-            small.append(found.thumbnails[-before % every :: every].copy())
-            kinds.update(found.kinds)
-            bad += found.bad
-            channels.append(found.channels)
-            done += CHUNK
-            rate = min(done, len(numbers)) / (time.monotonic() - begin)
-            ticker.update(min(done, len(numbers)), f"{rate:.0f} images/s")
-    thumbnails = np.concatenate(small)
-    searched = np.arange(len(thumbnails)) * every
-    return Facts(
-        np.concatenate(rows), kinds, bad, searched, thumbnails, join_channel_facts(channels)
-    )
+        for facts in batches(partial(look_at, watched, form), chunks, watched):
+            kept = facts.thumbnails[-rows % every :: every].copy()  # else all of them would stay
+            rows += len(facts.rows)
+            found.append(facts._replace(thumbnails=kept))
+            done = min(done + CHUNK, len(numbers))
+            ticker.update(done, f"{done / (time.monotonic() - begin):.0f} images/s")
+    return _joined(found, every)
 
 
 def look_at(watched: Watched, form: Form, numbers: list[int]) -> Facts:
     """Facts about these images, read in this process."""
-    channels = list[ChannelFacts | None]()
-    rows, bad, kinds, small = [], [], Counter[str](), [np.empty((0, SIDE, SIDE), np.uint8)]
-    for number in numbers:
-        with collect_files() as files:
-            try:
-                pixels = fitting(watched.read(number), form)
-            except BadImageError as error:
-                bad.append((number, str(error)))
-                continue
-        kinds[format_of(files[-1]) if files else "pixels"] += 1
-        rows.append((number, *pixels.shape[:2], _digest(files[-1] if files else pixels)))
-        small.append(thumbnail(pixels)[None])
-        channels.append(None if form.is_rgb else ChannelFacts.of(pixels))
-        del pixels  # before the next ones are read
-    thumbnails = np.concatenate(small)
-    every, whole = np.arange(len(thumbnails)), join_channel_facts(channels)
-    return Facts(np.array(rows, ROW), kinds, bad, every, thumbnails, whole)
+    return _joined([_look(watched, form, number) for number in numbers])
+
+
+def _look(watched: Watched, form: Form, number: int) -> Facts:
+    with collect_files() as files:
+        try:
+            pixels = fitting(watched.read(number), form)
+        except BadImageError as error:
+            empty = np.empty(0, ROW)
+            return Facts(empty, Counter(), [(number, str(error))], _NO_THUMBNAIL, None)
+    row = (number, *pixels.shape[:2], _digest(files[-1] if files else pixels))
+    kinds = Counter([format_of(files[-1]) if files else "pixels"])
+    channels = None if form.is_rgb else ChannelFacts.of(pixels)
+    return Facts(np.array([row], ROW), kinds, [], thumbnail(pixels)[None], channels)
 
 
 def _digest(data: bytes | np.ndarray) -> bytes:
@@ -185,7 +176,8 @@ def find_copies(splits: Sequence[Facts]) -> list[Copies]:
     starts = np.cumsum([0, *lengths])
     digests = np.concatenate([facts.rows["digest"] for facts in splits])
     _, same = np.unique(digests, return_inverse=True)
-    searched = np.concatenate([f.searched + at for f, at in zip(splits, starts, strict=False)])
+    rows = (np.arange(len(f.thumbnails)) * f.every for f in splits)  # that have a thumbnail
+    searched = np.concatenate([row + at for row, at in zip(rows, starts, strict=False)])
     thumbnails = np.concatenate([facts.thumbnails for facts in splits])
     _, first = np.unique(same[searched], return_index=True)  # one of each: a million copies are one
     near = join(same, searched[near_duplicates(thumbnails, first)])

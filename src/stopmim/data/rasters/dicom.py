@@ -5,7 +5,6 @@ if both are whole numbers and every possible value fits, otherwise float32. MONO
 values are bright, is turned round. Frames are channels, like the planes of other formats.
 """
 
-from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -31,12 +30,8 @@ def is_dicom(start: bytes) -> bool:
     return start[128:132] == MARK
 
 
-class Dicom:
+class Dicom(Raster):
     """An open file; its pixels are always decoded whole."""
-
-    levels: Sequence[Raster] = ()
-    names: list[str]
-    slow = 1
 
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
@@ -49,12 +44,10 @@ class Dicom:
         self.stored = stored
         about = self.file
         self.bits, self.signed = int(about.get("BitsStored", 0)), about.get("PixelRepresentation")
-        samples, frames = (
-            int(about.get("SamplesPerPixel", 1)),
-            int(about.get("NumberOfFrames") or 1),
-        )
+        self.frames = int(about.get("NumberOfFrames") or 1)
+        planes = int(about.get("SamplesPerPixel", 1)) * self.frames
         rows, columns = int(about.get("Rows", 0)), int(about.get("Columns", 0))
-        self.frames, self.shape = frames, check_shape(rows, columns, samples * frames)
+        self.shape = check_shape(rows, columns, planes)
         self.slope = float(about.get("RescaleSlope", 1))
         self.intercept = float(about.get("RescaleIntercept", 0))
         if not 0 < self.bits <= 16 or not np.isfinite([self.slope, self.intercept]).all():

@@ -1,7 +1,6 @@
 """Pictures as they are stored: PNG and PGM of 16 bits, and those of 8 bits without a conversion."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,12 +49,10 @@ def open_picture(stored: Stored) -> Raster:
     return Plain(np.ndarray(shape, ">u2", stored.data, header.end()), stored=stored)
 
 
-class Picture:
+class Picture(Raster):
     """A picture that is decoded whole, by imagecodecs if it is a PNG of 16 bits."""
 
-    levels: Sequence[Raster] = ()
     kind: Kind
-    slow = 1
 
     def __init__(self, stored: Stored) -> None:
         self.stored, self.names = stored, list[str]()

@@ -50,10 +50,10 @@ class Raster(Protocol):
     shape: tuple[int, int, int]  # H, W, C
     kind: Kind
     names: list[str]  # of the channels; [] if the file does not say
-    levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
+    levels: Sequence["Raster"] = ()  # smaller copies that the file has as well, largest first
     tall: int  # rows that are decoded together
     tile: int  # bytes that are decoded together
-    slow: int  # how many times as long as deflate its codec takes for the same pixels
+    slow: int = 1  # how many times as long as deflate its codec takes for the same pixels
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
@@ -106,11 +106,10 @@ class Stored:
         return open(self.path or b"", "rb")
 
 
-class Plain:
+class Plain(Raster):
     """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
 
-    levels: Sequence[Raster] = ()
-    tall, tile, slow = 1, 0, 1
+    tall, tile = 1, 0
 
     def __init__(
         self, pixels: np.ndarray, names: Sequence[str] = (), stored: "Stored | None" = None

@@ -61,11 +61,8 @@ def open_zarr(path: bytes) -> Raster:
     return arrays[0]
 
 
-class Zarr:
+class Zarr(Raster):
     """An array of chunks."""
-
-    names: list[str]
-    levels: Sequence[Raster] = ()
 
     def __init__(self, path: bytes, about: dict[str, Any], axes: Sequence[str]) -> None:
         self.path, self.axes, self.names = path, list(axes), []

@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import threading
 import time
 import weakref
@@ -122,7 +121,7 @@ def hold(remote: Remote) -> Held:
             if remote.about.size > budget():
                 what = f"{remote.about.size} bytes, more than the budget of {budget()} bytes"
                 raise RemoteError(f"{remote.url}: {what}; raise STOPMIM_REMOTE_GB")
-            with _untimed(), _part(path, remote) as part:
+            with _part(path, remote) as part:
                 if part and not path.exists():
                     _make_room(place, remote.about.size)
                     _complete(remote, part, keep)
@@ -151,19 +150,6 @@ def _open(path: Path, size: int) -> Held | None:
     with contextlib.suppress(OSError):  # of another user
         os.utime(descriptor)  # the time of its last use
     return held
-
-
-@contextlib.contextmanager
-def _untimed() -> Iterator[None]:
-    """Suspends the timeout of a worker for one image: fetching has limits of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 @contextlib.contextmanager

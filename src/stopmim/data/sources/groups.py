@@ -87,7 +87,7 @@ class Groups(Files):
         return stamp_files(self._root + path for path in self._files)
 
 
-class _Stack:
+class _Stack(Raster):
     """Images of one size and type, one after the other along the channels."""
 
     def __init__(self, parts: Sequence[Raster], names: Sequence[str]) -> None:
@@ -107,9 +107,7 @@ class _Stack:
         self.tall, self.tile = max(x.tall for x in parts), sum(x.tile for x in parts)
         self.slow = max(x.slow for x in parts)
         each = min(len(part.levels) for part in parts)
-        self.levels: Sequence[Raster] = [
-            _Stack([part.levels[i] for part in parts], names) for i in range(each)
-        ]
+        self.levels = [_Stack([part.levels[i] for part in parts], names) for i in range(each)]
 
     def read(self, box: Box | None = None) -> np.ndarray:
         height, width = (box.height, box.width) if box else self.shape[:2]

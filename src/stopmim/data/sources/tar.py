@@ -176,30 +176,27 @@ def _samples(path: str) -> Shard:
         found.extend(image._replace(start=b"", label=label) for image in chosen)
 
     try:
-        opened = open_to_read(path, MAX_SHARD)
-    except OSError as error:
-        return Shard(found, error.strerror or type(error).__name__, 0)
-    file = opened.fileno()
-    try:
-        for member in walk(file):
-            folder, _, base = member.name.rpartition(b"/")
-            stem, _, extension = base.partition(b".")
-            extension = extension.lower()
-            if not stem:
-                continue  # hidden
-            if (folder, stem) != key:
-                flush()
-                key, images, arrays, label = (folder, stem), [], [], None
-            if extension.rpartition(b".")[2] in _PICTURES:
-                images.append((member, extension in _PICTURES))
-            elif extension in _ARRAYS:
-                arrays.append(member)
-            elif extension in (b"cls", b"json"):
-                label = _label(file, member, is_json=extension == b"json", known=label)
-    except (DamagedError, OSError) as error:
+        with open_to_read(path, MAX_SHARD) as file:
+            for member in walk(file.fileno()):
+                folder, _, base = member.name.rpartition(b"/")
+                stem, _, extension = base.partition(b".")
+                extension = extension.lower()
+                if not stem:
+                    continue  # hidden
+                if (folder, stem) != key:
+                    flush()
+                    key, images, arrays, label = (folder, stem), [], [], None
+                if extension.rpartition(b".")[2] in _PICTURES:
+                    images.append((member, extension in _PICTURES))
+                elif extension in _ARRAYS:
+                    arrays.append(member)
+                elif extension in (b"cls", b"json"):
+                    is_json = extension == b"json"
+                    label = _label(file.fileno(), member, is_json=is_json, known=label)
+    except DamagedError as error:
         problem = str(error)
-    finally:
-        opened.close()
+    except OSError as error:
+        problem = error.strerror or type(error).__name__
     before = len(found)
     flush()
     return Shard(found, problem, len(found) - before if problem and label is None else 0)
