@@ -37,8 +37,7 @@ def pixels_for(images: Images, device: torch.device) -> Tensor | None:
 
 
 class CropPlans(NamedTuple):
-    """A batch of plans. As arrays, which pass through the pipe of a worker: tensors would need a
-    shared file each, and seven times as long for these few kilobytes."""
+    """A batch of plans."""
 
     numbers: np.ndarray  # (B,) int64
     boxes: np.ndarray  # (B, 4) int64

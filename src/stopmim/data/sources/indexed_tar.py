@@ -11,7 +11,7 @@ import numpy as np
 from stopmim.data.rasters.raster import Raster
 from stopmim.data.remote.attempt import RemoteError
 from stopmim.data.remote.cache import Remote, RemoteFiles
-from stopmim.data.sources.shards import Shards, progress
+from stopmim.data.sources.shards import Shards
 from stopmim.data.sources.tar import WINDOW, Tar
 
 OPEN = 256  # shards whose index each process keeps in memory
@@ -83,7 +83,7 @@ class _Labels(Mapping[str, np.ndarray]):
     def _all(self) -> dict[str, np.ndarray]:
         images, found = self.images, list[np.ndarray]()
         every = range(len(images.files))
-        with ThreadPoolExecutor(AT_ONCE) as pool, progress(images.files) as update:
+        with ThreadPoolExecutor(AT_ONCE) as pool, images.progress() as update:
             for shard in pool.map(images.shard, every):
                 if "class" not in shard.labels:
                     return {}

@@ -23,15 +23,7 @@ from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
 from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.file_images import SAMPLE
 from stopmim.data.sources.packed import read_index
-from stopmim.data.sources.shards import (
-    Shards,
-    file_names,
-    find_shards,
-    names_shards,
-    places,
-    progress,
-    states,
-)
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
 from stopmim.data.sources.source import MAX_SHARD, PackedPaths, Source, Split, printable
 
 BLOCK = 512
@@ -77,12 +69,10 @@ class Tar(Shards):
     label_hint = 'add a .cls or .json ({"label": 3}) member with an integer beside every image'
 
     def __init__(self, shards: Sequence[str]) -> None:
+        super().__init__(shards)
         remote = isinstance(shards, RemoteFiles)
-        self.files = shards if remote else [os.path.abspath(shard) for shard in shards]
-        self._places = places(self.files)
-        self._shard_names = file_names(self._places)
         key = b"\0".join(map(os.fsencode, self._places))
-        began, state = time.time_ns(), states(self.files)
+        began, state = time.time_ns(), self._states()
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index(state[:, 0]) | {"state": state}
@@ -128,11 +118,11 @@ class Tar(Shards):
         return data
 
     def name(self, i: int) -> str:
-        return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
+        return f"{self._file_names[self._chunk(i)]}/{printable(self._names[i])}"
 
     def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         found = list[Shard]()
-        with ThreadPoolExecutor(8) as pool, progress(self.files) as update:
+        with ThreadPoolExecutor(8) as pool, self.progress() as update:
             # Most of the time is spent waiting for the disk, or for remote shards.
             for shard in pool.map(lambda i: _samples(self.files[i]), range(len(self.files))):
                 found.append(shard)
@@ -146,7 +136,7 @@ class Tar(Shards):
         samples = [sample for shard in found for sample in shard.samples]
         names = PackedPaths.pack([sample.name for sample in samples])
         known = [sample.label for sample in samples if sample.label is not None]
-        pairs = zip(self._shard_names, found, strict=True)
+        pairs = zip(self._file_names, found, strict=True)
         lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
         for path, size, shard in zip(self._places, sizes, found, strict=True):
