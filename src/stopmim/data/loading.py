@@ -27,11 +27,10 @@ from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.rasters.raster import Raster, bytes_of
 from stopmim.data.rasters.windows import LARGE, read_view, read_whole
+from stopmim.data.skip import Bad
 from stopmim.data.workers import Watched, batches, cores_per_rank
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
-
-Bad = list[tuple[str, str]]  # names of broken images met on the way, and the reasons
 
 
 class Sample(NamedTuple):

@@ -49,8 +49,8 @@ class Plan(NamedTuple):
     quality: int | None  # None without `size`: nothing is re-encoded
     shard_mib: int
     shuffle: bool
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed; by split
-    per_shard: dict[str, int] = {}  # noqa: RUF012 - images, by split
+    fingerprints: dict[str, str]  # of the images, by split
+    per_shard: dict[str, int]  # images, by split; empty until a sample of them is measured
 
 
 def pack(
@@ -89,7 +89,8 @@ def pack(
             for split, one in splits.items()
         }
         mixed = max(map(len, splits.values())) > WINDOW if shuffle is None else shuffle
-        wanted = Plan(kind, size, quality if size else None, shard_mib, mixed)
+        prints = {split: one.fingerprint for split, one in splits.items()}
+        wanted = Plan(kind, size, quality if size else None, shard_mib, mixed, prints, {})
         plan = _planned(folder, wanted, parts)
         total = sum(map(len, splits.values()))
         with Ticker("pack", total) as ticker:
@@ -140,10 +141,9 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _planned(folder: Path, wanted: Plan, parts: dict[str, FileEncoder]) -> Plan:
-    """`wanted`, completed by the images, or by the unfinished pack in `folder`."""
-    prints = {split: part.images.fingerprint for split, part in parts.items()}
+    """`wanted`, completed by a sample of the images, or by the unfinished pack in `folder`."""
     if (begun := _begun(folder)) is not None:
-        wanted = wanted._replace(fingerprints=prints, per_shard=begun.per_shard)
+        wanted = wanted._replace(per_shard=begun.per_shard)
         pairs = zip(Plan._fields, begun, wanted, strict=True)
         if different := [(name, old, new) for name, old, new in pairs if old != new]:
             name, old, new = different[0]
@@ -155,7 +155,7 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, FileEncoder]) -> Plan:
     if any(folder.glob("*.tar")) or any(folder.glob("*.parquet")) or (folder / INDEX).exists():
         raise UserError(f"{folder}: holds shards already; choose another --out")
     each = {split: _per_shard(part, wanted.shard_mib) for split, part in parts.items()}
-    plan = wanted._replace(fingerprints=prints, per_shard=each)
+    plan = wanted._replace(per_shard=each)
     write_whole(folder / PLAN, json.dumps(plan._asdict()))
     return plan
 

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from stopmim.base.errors import DataError, UserError, setting
 from stopmim.base.secrets import reveal, shown
@@ -58,19 +58,7 @@ def stall() -> float:
     return setting("STOPMIM_REMOTE_STALL", 30.0)
 
 
-class Answer(Protocol):
-    """A file, or a part of it, that is being received."""
-
-    about: About
-    start: int  # offset of the first byte received
-
-    def read(self) -> bytes:
-        """The next bytes; none at the end."""
-
-    def close(self) -> None: ...
-
-
-class _Http:
+class Http:
     """An answer to a GET of a range, by the session that fsspec has set up."""
 
     def __init__(self, files: Any, url: str, start: int, count: int | None) -> None:
@@ -131,7 +119,7 @@ class _Http:
         self.files.loop.call_soon_threadsafe(self.response.close)
 
 
-class _Other:
+class Other:
     """A file of another protocol, fetched by the package for it."""
 
     def __init__(self, files: Any, url: str, start: int, count: int | None) -> None:
@@ -163,10 +151,15 @@ class _Other:
 
 
 @contextlib.contextmanager
-def opened(url: str, start: int, count: int | None) -> Iterator[Answer]:
-    files = _filesystem(url)
-    kind = _Http if url.startswith(("http://", "https://")) else _Other
-    with contextlib.closing(kind(files, url, start, count)) as answer:
+def opened(url: str, start: int, count: int | None) -> Iterator[Http | Other]:
+    """The file from byte `start` on, or `count` bytes of it, as it is received.
+
+    `about` is the whole file, `start` the offset of the first byte received; `read` returns the
+    next bytes, none at the end.
+    """
+    is_http = url.startswith(("http://", "https://"))
+    answer = (Http if is_http else Other)(_filesystem(url), url, start, count)
+    with contextlib.closing(answer):
         yield answer
 
 
