@@ -47,9 +47,10 @@ FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP"]
 EXTENSIONS = ["jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"]
 if features.check("avif"):  # Pillow can be built without it
     FORMATS, EXTENSIONS = [*FORMATS, "AVIF"], [*EXTENSIONS, "avif"]
+HEIC = ("heic", "heif", "hif")
 READS_HEIC = importlib.util.find_spec("pillow_heif") is not None  # the extra `heic`
 if READS_HEIC:
-    EXTENSIONS = [*EXTENSIONS, "heic", "heif", "hif"]
+    EXTENSIONS = [*EXTENSIONS, *HEIC]
 # The start of such a file, after the length of its first box.
 _HEIC = tuple(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"mif1", b"msf1"))
 

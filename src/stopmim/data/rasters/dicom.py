@@ -35,7 +35,6 @@ class Dicom(Raster):
 
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
-        self.names = []
         with quiet, stored.stream() as stream:
             # Without the marker pydicom would take any file for one.
             self.file = pydicom.dcmread(

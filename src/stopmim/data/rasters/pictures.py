@@ -55,7 +55,7 @@ class Picture(Raster):
     kind: Kind
 
     def __init__(self, stored: Stored) -> None:
-        self.stored, self.names = stored, list[str]()
+        self.stored = stored
         self.deep = is_deep(bytes(stored.data[:1024]))
         if self.deep:
             width, height = np.frombuffer(stored.part(16, 8), ">u4").tolist()

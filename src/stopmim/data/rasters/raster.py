@@ -49,7 +49,7 @@ class Raster(Protocol):
 
     shape: tuple[int, int, int]  # H, W, C
     kind: Kind
-    names: list[str]  # of the channels; [] if the file does not say
+    names: Sequence[str] = ()  # of the channels, if the file says
     levels: Sequence["Raster"] = ()  # smaller copies that the file has as well, largest first
     tall: int  # rows that are decoded together
     tile: int  # bytes that are decoded together
@@ -114,7 +114,7 @@ class Plain(Raster):
     def __init__(
         self, pixels: np.ndarray, names: Sequence[str] = (), stored: "Stored | None" = None
     ) -> None:
-        self.pixels, self.names, self.stored = pixels, list(names), stored
+        self.pixels, self.names, self.stored = pixels, names, stored
         self.kind = kind_of(pixels.dtype)
         height, width, channels = pixels.shape
         self.shape = check_shape(height, width, channels)

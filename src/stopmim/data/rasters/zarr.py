@@ -65,7 +65,7 @@ class Zarr(Raster):
     """An array of chunks."""
 
     def __init__(self, path: bytes, about: dict[str, Any], axes: Sequence[str]) -> None:
-        self.path, self.axes, self.names = path, list(axes), []
+        self.path, self.axes = path, list(axes)
         self.opened: tuple[bytes, Stored | None] = b"", None  # the file that was read last
         try:
             self.layout = _Layout(about)

@@ -25,24 +25,19 @@ class FileImages:
     form: Form | None = None  # of the arrays; None: ordinary pictures, decoded to RGB
 
     def detect_form(
-        self,
-        source: str,
-        names: Sequence[bytes],
-        *,
-        arrays: bool | None = None,
-        named: bool = True,
+        self, source: str, names: Sequence[bytes], *, arrays: bool | None = None
     ) -> None:
         """Finds the common form of the images `names`, unless they are ordinary pictures.
 
         `SAMPLE` files are looked at, evenly spaced. If at least half of them are pictures, all are
         read as pictures: then the others are unusual ones, or broken. `arrays` decides instead of
-        looking. `named`: a file that is called x.jpg is a picture, and need not be opened.
+        looking. A file that is called x.jpg is a picture, and need not be opened; names may be b"".
         """
         if arrays is False:
             return
         found: list[tuple[str, Form | None]] = []
         for i in np.unique(np.linspace(0, len(names) - 1, SAMPLE).astype(int)).tolist():
-            if named and not arrays and not names[i].lower().endswith((*EITHER, *ARRAYS)):
+            if names[i] and not arrays and not names[i].lower().endswith((*EITHER, *ARRAYS)):
                 found.append((os.fsdecode(names[i]), None))
                 continue
             try:

@@ -87,7 +87,7 @@ class Parquet(Shards):
         common = set.intersection(*(set(one.labels) for one in found))
         self.labels = {k: np.concatenate([one.labels[k] for one in found]) for k in sorted(common)}
         bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
-        self.detect_form(printable(files[0]), [b""] * min(GLANCE, int(self.chunks[1])), named=False)
+        self.detect_form(printable(files[0]), [b""] * min(GLANCE, int(self.chunks[1])))
         self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned process reads its own
