@@ -22,18 +22,18 @@ gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.kernels.attention gpu
 gpu.kernels.norm gpu.kernels.blockwise gpu.kernels.adamw gpu.sharding gpu.attention gpu.blocks
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
-data.pixels data.crops data.decode data.index_cache data.scene data.sources data.render
-data.duplicates data.channels data.rasters data.rasters.raster data.images data.order
-data.resident data.sources.source data.sources.packed data.sources.arrays data.sources.cifar
-data.sources.scenes data.videos data.rasters.npy data.rasters.pictures data.rasters.dicom
-data.rasters.tiff_tags data.rasters.tiff data.rasters.zarr data.rasters.stack data.subset
-data.skip data.rasters.windows data.rasters.open data.transform data.sources.file_images
-data.sources.scanning data.sources.folder data.sources.layouts data.sources.lists
-data.sources.groups data.channel_facts data.protocols data.fetch data.remote_cache
-data.sources.shards data.sources.parquet_pages data.sources.parquet data.sources.tar data.ahead
-data.sources.datasets_library
-data.sources.indexed_tar data.sources.urls data.sources.open data.messages data.worker_loop
-data.workers data.encoded data.survey data.facts data.loading data data.pack data.content data.check
+data.pixels data.crops data.decode data.index_cache data.rendering data.rendering.scene
+data.rendering.render data.checks data.checks.duplicates data.channels data.rasters
+data.rasters.raster data.images data.order data.resident data.sources data.sources.source
+data.sources.packed data.sources.arrays data.sources.cifar data.sources.scenes data.videos
+data.rasters.npy data.rasters.pictures data.rasters.dicom data.rasters.tiff_tags data.rasters.tiff
+data.rasters.zarr data.subset data.skip data.rasters.windows data.rasters.open data.transform
+data.sources.file_images data.sources.scanning data.sources.folder data.sources.layouts
+data.sources.lists data.sources.groups data.remote data.remote.attempt data.remote.fetch
+data.remote.cache data.sources.shards data.sources.parquet_pages data.sources.parquet
+data.sources.tar data.remote.ahead data.sources.datasets_library data.sources.indexed_tar
+data.sources.urls data.sources.open data.worker_process data.workers data.encode data.survey
+data.checks.facts data.loading data data.pack data.checks.hashes data.checks.check
 runs runs.verdict runs.identity runs.lock runs.logs runs.shards runs.checkpoint runs.saver runs.run
 runs.next_commands runs.repair
 weights weights.filters weights.formats weights.vit weights.format weights.card

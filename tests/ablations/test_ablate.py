@@ -38,7 +38,7 @@ from stopmim.cli.run import parse
 from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.config.yaml_text import to_yaml
-from stopmim.data.check import check
+from stopmim.data.checks.check import check
 from stopmim.evals import cache
 from stopmim.evals.protocols import PROTOCOLS, from_options
 from stopmim.evals.results import over_seeds, paired, t_quantile

@@ -14,7 +14,7 @@ from stopmim import Run, pretrain
 from stopmim.base.errors import DataError
 from stopmim.base.files import append_jsonl, read_jsonl
 from stopmim.cli import main
-from stopmim.data.check import check
+from stopmim.data.checks.check import check
 from stopmim.data.pack import pack
 from stopmim.data.skip import both_without_skipped, read_list, without, without_skipped
 from stopmim.data.sources.arrays import Arrays

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from test_decode import encoded
 
-from stopmim.data import duplicates
-from stopmim.data.check import check
+from stopmim.data.checks import duplicates
+from stopmim.data.checks.check import check
+from stopmim.data.checks.duplicates import SIDE, groups, join, near_duplicates, thumbnail
 from stopmim.data.decode import decode
-from stopmim.data.duplicates import SIDE, groups, join, near_duplicates, thumbnail
 from stopmim.data.sources.scenes import Scenes
 
 WORKERS = {"runtime.workers": 0}

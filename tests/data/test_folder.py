@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from stopmim.base.errors import DataError
-from stopmim.data.decode import BadImageError
-from stopmim.data.sources.folder import MAX_BYTES, Folder
+from stopmim.data.decode import MAX_BYTES, BadImageError
+from stopmim.data.sources.folder import Folder
 from stopmim.data.sources.scanning import class_folders, describe_others
 from stopmim.data.sources.source import printable
 from stopmim.data.subset import without_loose

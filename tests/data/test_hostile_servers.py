@@ -12,8 +12,9 @@ from test_tar import png, shard
 
 from faulty_server import FaultyServer, answer_plain, impatient, serving
 from stopmim.base.errors import DataError, UserError
-from stopmim.data import fetch, remote_cache
 from stopmim.data.decode import BadImageError
+from stopmim.data.remote import cache as remote_cache
+from stopmim.data.remote import fetch
 from stopmim.data.sources.open import open_images
 
 BLOCK = bytes(2**16)

@@ -45,10 +45,10 @@ def test_the_same_images_are_shown_in_the_same_way_as_by_workers_that_crop() -> 
     for key in ((0, 3), (1, 3), (7, 0)):
         sample, parts = usual[key], plan(config, (40, 48), [key])
         assert sample.image is not None
-        numbers, boxes, _ = map(torch.from_numpy, parts)
+        numbers, boxes, augmentation = map(torch.from_numpy, parts)
         crop = crops(torch.from_numpy(images.pixels), numbers, boxes, config.image_size)[0]
         assert (crop - sample.image.float()).abs().mean() < 0.5
-        assert np.array_equal(parts.augmentation[0], sample.augmentation)
+        assert np.array_equal(augmentation[0], sample.augmentation)
 
 
 def test_only_images_that_offer_their_pixels_move_to_the_gpu(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stopmim.data.render import BANDS, render, render_all, render_bands
-from stopmim.data.scene import (
+from stopmim.data.rendering.render import BANDS, render, render_all, render_bands
+from stopmim.data.rendering.scene import (
     CUBE,
     CYLINDER,
     LABELS,
@@ -173,7 +173,7 @@ def test_bodies_never_touch() -> None:
 
 
 def test_there_is_a_place_for_ten_even_if_no_try_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stopmim.data.scene.TRIES", 0)
+    monkeypatch.setattr("stopmim.data.rendering.scene.TRIES", 0)
     made = [sample(0, i) for i in range(50)]
     assert max(len(scene.bodies) for scene in made) == 10
     assert min(min(gaps(scene)) for scene in made) > 0.1

@@ -16,7 +16,7 @@ from test_tar import shard
 
 from stopmim import pretrain
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.check import check
+from stopmim.data.checks.check import check
 from stopmim.data.images import Images
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.cifar import interpret

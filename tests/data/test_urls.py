@@ -18,9 +18,11 @@ from test_tar import png, shard, values
 
 from faulty_server import FAULTS, FaultyServer, answer_plain, impatient, serving
 from stopmim.base.errors import DataError
-from stopmim.data import fetch, remote_cache
 from stopmim.data.order import permutation
 from stopmim.data.pack import pack
+from stopmim.data.remote import cache as remote_cache
+from stopmim.data.remote import fetch
+from stopmim.data.remote.ahead import in_reach, is_summed
 from stopmim.data.sources.open import open_images, open_test
 from stopmim.data.sources.source import Split
 
@@ -225,19 +227,14 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
     assert "\n" not in str(e.value)
 
 
-def test_a_fetch_does_not_count_as_the_time_of_an_image(folder: Path, server: FaultyServer) -> None:
+def test_shards_are_fetched_ahead_for_some_of_their_channels_too(
+    folder: Path, server: FaultyServer
+) -> None:
     write_index(folder)
-    far = open_images(server.url)
-    os.environ["STOPMIM_REMOTE_STALL"] = "1.5"  # set back by `quick`
-    server.plan, server.stall = ["stall"], 2.0
-    child = os.fork()
-    if child == 0:  # as a worker: nothing handles the alarm, which kills
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        far.read(0)
-        os._exit(0 if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1 else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert server.spent() == ["stall"]
+    far, lists = open_images(f"channels:2,0:{server.url}"), [[0], [3 * IMAGES]]
+    assert is_summed(far)
+    assert list(in_reach(far, lists, list, in_flight=0)) == lists
+    assert [server.fetched(f"train-{k:03}.tar") for k in range(SHARDS)] == [1, 0, 0, 1]
 
 
 # ------------------------------------------------------------------------------ the cache

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from stopmim.base.errors import DataError, UserError
-from stopmim.data.render import render
-from stopmim.data.scene import FOOT
-from stopmim.data.scene import sample as sample_scene
+from stopmim.data.rendering.render import render
+from stopmim.data.rendering.scene import FOOT
+from stopmim.data.rendering.scene import sample as sample_scene
 from stopmim.data.videos import (
     AHEAD,
     LENGTH,

@@ -22,7 +22,8 @@ from ranks import together
 from stopmim import Run, pretrain
 from stopmim.base.errors import DataError
 from stopmim.cli.run import main
-from stopmim.data import fetch, remote_cache
+from stopmim.data.remote import cache as remote_cache
+from stopmim.data.remote import fetch
 from stopmim.data.sources.indexed_tar import IndexedTar
 from stopmim.data.sources.tar import Tar
 from tiny import assert_same_run, tiny

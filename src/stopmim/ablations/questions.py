@@ -10,7 +10,7 @@ from typing import Any
 from stopmim.ablations.table import Asks
 from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.base.files import read_regular
-from stopmim.data.facts import inspect_images
+from stopmim.data.checks.facts import inspect_images
 from stopmim.data.images import stamp_files
 from stopmim.data.skip import both_without_skipped
 from stopmim.data.sources.open import open_images

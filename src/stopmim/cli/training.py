@@ -58,7 +58,7 @@ class Check:
             images = sum(shard.images for shard in index.shards)
             print(f"{self.data}: {len(index.shards)} shards with {images:,} images are intact")
             return
-        from stopmim.data.check import check
+        from stopmim.data.checks.check import check
         from stopmim.train.advice import recommend
         from stopmim.train.plan import plan_for
 

@@ -62,16 +62,13 @@ def as_kind(pixels: np.ndarray) -> np.ndarray | None:
 
 def fitting(pixels: np.ndarray, like: Form | PixelStats) -> np.ndarray:
     """The image, in a type of `Kind`; raises BadImageError unless it has the form of the others."""
-    if pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 == like.channels:
-        if like.kind == "uint8":  # an ordinary picture: nothing to convert
-            return pixels
-    elif pixels.ndim == 3 and (converted := as_kind(pixels)) is not None:
-        pixels = converted
-        if (pixels.shape[2], pixels.dtype.name) == (like.channels, like.kind):
-            return pixels
     if pixels.ndim != 3:
         raise BadImageError(
             f"an array of {pixels.ndim} dimensions; expected height, width, channels"
         )
+    converted = as_kind(pixels)
+    form = Form.of(pixels if converted is None else converted)
+    if converted is not None and form == (like.channels, like.kind, ()):
+        return converted
     others = Form(like.channels, like.kind)
-    raise BadImageError(f"{Form.of(pixels)}, where the others have {others}")
+    raise BadImageError(f"{form}, where the others have {others}")

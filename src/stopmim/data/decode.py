@@ -34,6 +34,8 @@ except ImportError:  # the extra `fast`
 MAX_PIXELS = int(setting("STOPMIM_MAX_PIXELS", 89_478_485, "pixels"))
 if "STOPMIM_MAX_PIXELS" in os.environ:
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+# A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
+MAX_BYTES = 2**30
 LARGE = 2**27  # bytes of pixels, beyond which freed memory is worth a call
 STRIP = 2**20  # pixels converted at a time: otherwise a large image takes several times its size
 # Every scan of a progressive JPEG is a pass over all pixels, at about 10 ** 8 a second, and ten
@@ -45,9 +47,10 @@ FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP"]
 EXTENSIONS = ["jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"]
 if features.check("avif"):  # Pillow can be built without it
     FORMATS, EXTENSIONS = [*FORMATS, "AVIF"], [*EXTENSIONS, "avif"]
+HEIC = ("heic", "heif", "hif")
 READS_HEIC = importlib.util.find_spec("pillow_heif") is not None  # the extra `heic`
 if READS_HEIC:
-    EXTENSIONS = [*EXTENSIONS, "heic", "heif", "hif"]
+    EXTENSIONS = [*EXTENSIONS, *HEIC]
 # The start of such a file, after the length of its first box.
 _HEIC = tuple(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"mif1", b"msf1"))
 
@@ -130,28 +133,37 @@ def decode(
         files.append(data)
     if not data:
         raise BadImageError("empty file")
-    try:
-        image = _decode_plain_jpeg(data, max_pixels, enough) if fast else None
-        if image is None:
-            with quiet:
-                image = _decode_with_pillow(data, max_pixels, enough)
-    except BadImageError:
-        raise
-    except UnidentifiedImageError:
-        if data[4:12] in _HEIC and not READS_HEIC:
-            raise BadImageError('HEIC: needs pip install "stopmim[heic]"') from None
-        raise BadImageError("not an image of a known format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        what = f"more than {max_pixels} pixels; STOPMIM_MAX_PIXELS can allow more"
-        raise BadImageError(what) from None
-    except Exception as error:  # plugins raise almost anything on damaged files
-        text = one_line(error)
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        raise BadImageError(f"{kind}{text}" if text else type(error).__name__) from None
+    with one_reason():  # plugins raise almost anything on damaged files
+        try:
+            image = _decode_plain_jpeg(data, max_pixels, enough) if fast else None
+            if image is None:
+                with quiet:
+                    image = _decode_with_pillow(data, max_pixels, enough)
+        except UnidentifiedImageError:
+            if data[4:12] in _HEIC and not READS_HEIC:
+                raise BadImageError('HEIC: needs pip install "stopmim[heic]"') from None
+            raise BadImageError("not an image of a known format") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            what = f"more than {max_pixels} pixels; STOPMIM_MAX_PIXELS can allow more"
+            raise BadImageError(what) from None
     pixels = np.ascontiguousarray(image)
     if pixels.size > LARGE:
         give_back()  # what Pillow held meanwhile
     return pixels
+
+
+@contextlib.contextmanager
+def one_reason() -> Iterator[None]:
+    """Turns whatever a library raises on damaged files into a `BadImageError` of one line."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except OSError as error:
+        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
+    except Exception as error:
+        text, name = one_line(error), type(error).__name__
+        raise BadImageError(f"{name}: {text}" if text else name) from None
 
 
 def one_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
 from stopmim.data import resident
 from stopmim.data.channels import Form, fitting
+from stopmim.data.checks.facts import Facts, look_at
 from stopmim.data.crops import (
     crop_box,
     crop_scale,
@@ -28,17 +29,15 @@ from stopmim.data.crops import (
     side_of_use,
 )
 from stopmim.data.decode import BadImageError
-from stopmim.data.facts import Facts, look_at
 from stopmim.data.images import Images, open_image, read_image
 from stopmim.data.order import batch_keys, shares
 from stopmim.data.pixels import RGB, stats_of
 from stopmim.data.rasters.raster import Raster, bytes_of
 from stopmim.data.rasters.windows import LARGE, read_view, read_whole
+from stopmim.data.skip import Bad
 from stopmim.data.workers import Watched, batches, cores_per_rank
 
 REPLACEMENTS = 20  # other images tried in place of a broken one
-
-Bad = list[tuple[str, str]]  # names of broken images met on the way, and the reasons
 
 
 class Sample(NamedTuple):

@@ -13,6 +13,7 @@ import os
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
 from stopmim.base.files import read_regular, replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
-from stopmim.data.encoded import Encoded, FileEncoder
+from stopmim.data.encode import Encoded, FileEncoder
 from stopmim.data.images import Images
 from stopmim.data.sources.open import keep_outside, open_images, open_test
 from stopmim.data.sources.packed import FORMAT, INDEX, Index, PackedShard
@@ -48,15 +49,8 @@ class Plan(NamedTuple):
     quality: int | None  # None without `size`: nothing is re-encoded
     shard_mib: int
     shuffle: bool
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed; by split
-    per_shard: dict[str, int] = {}  # noqa: RUF012 - images, by split
-
-
-class Part(NamedTuple):
-    """The images of one split, and what makes files of them."""
-
-    images: Images
-    encoder: FileEncoder
+    fingerprints: dict[str, str]  # of the images, by split
+    per_shard: dict[str, int]  # images, by split; empty until a sample of them is measured
 
 
 def pack(
@@ -91,11 +85,12 @@ def pack(
     splits = {"": images} if test is None else {"train": images, "test": test}
     with _claimed(folder):
         parts = {
-            split: Part(one, FileEncoder(Watched(one, workers, 300.0, "--workers "), size, quality))
+            split: FileEncoder(Watched(one, workers, 300.0, "--workers "), size, quality)
             for split, one in splits.items()
         }
         mixed = max(map(len, splits.values())) > WINDOW if shuffle is None else shuffle
-        wanted = Plan(kind, size, quality if size else None, shard_mib, mixed)
+        prints = {split: one.fingerprint for split, one in splits.items()}
+        wanted = Plan(kind, size, quality if size else None, shard_mib, mixed, prints, {})
         plan = _planned(folder, wanted, parts)
         total = sum(map(len, splits.values()))
         with Ticker("pack", total) as ticker:
@@ -145,11 +140,10 @@ def _claimed(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
-    """`wanted`, completed by the images, or by the unfinished pack in `folder`."""
-    prints = {split: part.images.fingerprint for split, part in parts.items()}
+def _planned(folder: Path, wanted: Plan, parts: dict[str, FileEncoder]) -> Plan:
+    """`wanted`, completed by a sample of the images, or by the unfinished pack in `folder`."""
     if (begun := _begun(folder)) is not None:
-        wanted = wanted._replace(fingerprints=prints, per_shard=begun.per_shard)
+        wanted = wanted._replace(per_shard=begun.per_shard)
         pairs = zip(Plan._fields, begun, wanted, strict=True)
         if different := [(name, old, new) for name, old, new in pairs if old != new]:
             name, old, new = different[0]
@@ -161,7 +155,7 @@ def _planned(folder: Path, wanted: Plan, parts: dict[str, Part]) -> Plan:
     if any(folder.glob("*.tar")) or any(folder.glob("*.parquet")) or (folder / INDEX).exists():
         raise UserError(f"{folder}: holds shards already; choose another --out")
     each = {split: _per_shard(part, wanted.shard_mib) for split, part in parts.items()}
-    plan = wanted._replace(fingerprints=prints, per_shard=each)
+    plan = wanted._replace(per_shard=each)
     write_whole(folder / PLAN, json.dumps(plan._asdict()))
     return plan
 
@@ -174,11 +168,11 @@ def _begun(folder: Path) -> Plan | None:
         return None
 
 
-def _per_shard(part: Part, mib: int) -> int:
+def _per_shard(part: FileEncoder, mib: int) -> int:
     """Number of images that fill a shard, estimated from an evenly spaced sample."""
     total = len(part.images)
     numbers = np.linspace(0, total - 1, min(SAMPLE, total)).astype(int).tolist()
-    sizes = [len(one.data) for one in part.encoder(numbers) if not one.reason]
+    sizes = [len(one.data) for one in part(numbers) if not one.reason]
     if not sizes:
         first = part.images.name(0)
         raise DataError(f"none of {len(numbers)} images can be read, first {first}")
@@ -193,7 +187,7 @@ class Packing:
         self.lost = list[str]()  # names of images that cannot be read, and why
         self.began, self.read = time.monotonic(), 0
 
-    def shards(self, split: str, part: Part) -> Iterator[PackedShard]:
+    def shards(self, split: str, part: FileEncoder) -> Iterator[PackedShard]:
         """Yields every shard of a split, existing and new ones."""
         keys, each, total = _keys(part.images), self.plan.per_shard[split], len(part.images)
         order = numpy_generator("pack").permutation(total) if self.plan.shuffle else range(total)
@@ -211,10 +205,10 @@ class Packing:
             self.ticker.update(done + len(numbers))
             yield made
 
-    def _files(self, part: Part, numbers: list[int]) -> Iterator[Encoded]:
+    def _files(self, part: FileEncoder, numbers: list[int]) -> Iterator[Encoded]:
         """Yields the readable images of `numbers` as files, in this order."""
         chunks = [numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK)]
-        for found in batches(part.encoder, chunks, part.encoder.watched):
+        for found in batches(part, chunks, part.watched):
             self.read += len(found)
             rate = self.read / (time.monotonic() - self.began)
             self.ticker.update(self.ticker.done + len(found), f"{rate:.0f} images/s")
@@ -288,16 +282,11 @@ def _write_tar(file: Any, images: Images, keys: list[str], files: Iterable[Encod
 
 def _write_parquet(file: Any, images: Images, keys: list[str], files: Iterable[Encoded]) -> int:
     """Writes a row per image, with all its labels, in the schema of Hugging Face."""
-    rows, count = list[Encoded](), 0
+    files, count = iter(files), 0
     with parquet_file(file, sorted(images.labels), getattr(images, "classes", [])) as write:
-        for one in files:
-            rows.append(one)
-            count += 1
-            if len(rows) == GROUP:
-                write(*_columns(rows, images, keys))
-                rows = []
-        if rows:
+        while rows := list(islice(files, GROUP)):
             write(*_columns(rows, images, keys))
+            count += len(rows)
     return count
 
 

@@ -13,10 +13,10 @@ from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_regular
 from stopmim.base.random_keys import numpy_generator
+from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Chunked, Images, open_image, read_image, read_together, stamp
 from stopmim.data.rasters.raster import Raster
-from stopmim.data.rasters.stack import SomeChannels
 
 
 class Subset:
@@ -98,13 +98,30 @@ class Selected:
 
     def open(self, i: int) -> Raster | None:
         whole = open_image(self.images, i)
-        return None if whole is None else SomeChannels(whole, self.index)
+        return None if whole is None else _SomeChannels(whole, self.index)
 
     def name(self, i: int) -> str:
         return self.images.name(i)
 
     def stamp(self) -> str:
         return stamp(self.images)
+
+
+class _SomeChannels(Raster):
+    """Some channels of an image, in this order."""
+
+    def __init__(self, whole: Raster, index: Sequence[int]) -> None:
+        self.whole, self.index = whole, list(index)
+        if max(self.index) >= whole.shape[2]:
+            raise BadImageError(f"{whole.shape[2]} channels; channel {max(self.index)} is missing")
+        self.kind = whole.kind
+        self.shape = whole.shape[0], whole.shape[1], len(self.index)
+        self.tall, self.tile, self.slow = whole.tall, whole.tile, whole.slow
+        self.names = [whole.names[i] for i in self.index] if whole.names else []
+        self.levels = [_SomeChannels(level, index) for level in whole.levels]
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        return self.whole.read(box)[:, :, self.index]
 
 
 def forward(part: object, images: Images, *abilities: str) -> None:

@@ -13,7 +13,7 @@ from stopmim.base.console import busy, warn
 from stopmim.base.errors import DataError
 from stopmim.base.random_keys import numpy_generator
 from stopmim.config.schema import Config
-from stopmim.data.channels import MOST, Form, as_kind
+from stopmim.data.channels import MOST, Form, as_kind, fitting
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, open_image
 from stopmim.data.order import evenly_spaced
@@ -154,14 +154,9 @@ def _form(pixels: np.ndarray, number: int) -> Form | None:
     return None if converted is None or pixels.ndim != 3 else Form.of(converted)
 
 
-def _sample(
-    pixels: np.ndarray, number: int, *, each: int, form: Form, seed: int
-) -> np.ndarray | None:
-    """Values (P, C) of `each` pixels of an image, float32; None if it is unlike the others."""
-    converted, own = as_kind(pixels), _form(pixels, number)
-    if converted is None or own is None or not own.is_like(form):
-        return None
-    flat = converted.reshape(-1, form.channels)
+def _sample(pixels: np.ndarray, number: int, *, each: int, form: Form, seed: int) -> np.ndarray:
+    """Values (P, C) of `each` pixels of an image, float32; only if it is like the others."""
+    flat = fitting(pixels, form).reshape(-1, form.channels)
     if len(flat) > each:
         flat = flat[numpy_generator("pixels", seed, number).integers(len(flat), size=each)]
     return flat.astype(np.float32)

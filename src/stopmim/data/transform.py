@@ -22,10 +22,9 @@ from stopmim.base.files import read_regular
 from stopmim.base.pictures import HIGHEST, Picture, Pictures
 from stopmim.data.channels import as_kind
 from stopmim.data.crops import center_crop, normalise
-from stopmim.data.decode import BadImageError, decode, from_pillow
+from stopmim.data.decode import BadImageError, decode, from_pillow, one_reason
 from stopmim.data.pixels import RGB, PixelStats
 from stopmim.data.rasters.open import open_raster
-from stopmim.data.rasters.raster import one_reason
 from stopmim.method.encoder import Encoder, ImageEncoder
 
 

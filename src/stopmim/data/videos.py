@@ -2,7 +2,7 @@
 
 In rendered videos bodies slide over the ground on straight lines, turn, and bounce off one another
 and off the edges of the view, while the camera zooms. They are equal to the last bit on every
-machine; render.py says how.
+machine; rendering/render.py says how.
 """
 
 import io
@@ -23,9 +23,9 @@ from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_regular, replaced
 from stopmim.base.random_keys import seed_of
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.render import render
-from stopmim.data.scene import FARTHEST, FOOT, NEAREST, Body, Scene, rotation, uniforms
-from stopmim.data.scene import sample as sample_scene
+from stopmim.data.rendering.render import render
+from stopmim.data.rendering.scene import FARTHEST, FOOT, NEAREST, Body, Scene, rotation, uniforms
+from stopmim.data.rendering.scene import sample as sample_scene
 from stopmim.data.sources.scenes import parse_scenes
 
 Bytes = NDArray[np.uint8]

@@ -16,6 +16,9 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from functools import partial
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
@@ -25,11 +28,10 @@ import numpy as np
 from stopmim.base.console import busy, warn
 from stopmim.base.errors import ResourceError
 from stopmim.base.signals import end_wait_if_told
-from stopmim.data import messages
-from stopmim.data.ahead import in_reach
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images
-from stopmim.data.worker_loop import Failure, work
+from stopmim.data.remote.ahead import in_reach
+from stopmim.data.worker_process import Failure, receive, send, work
 
 MOST = 16  # workers by default: more than a ViT-B on one H200 needs, see docs/scale.md
 AHEAD = 2  # lists of keys per worker: one to work on, and one to start next without waiting
@@ -214,39 +216,34 @@ def _in_thread(
     Python cannot interrupt a call into C. A thread that waits for a file or decodes it releases
     the interpreter's lock, so that this one continues; a decoder that keeps the lock blocks both.
     """
-    lists, answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    tasks = queue.SimpleQueue[tuple[list[Any], Future[Any]] | None]()
     watched.number = 0
-    answer: list[Any] = []
 
     def work() -> None:
-        while (part := lists.get()) is not None:
+        while task := tasks.get():
+            part, answer = task
             try:
-                answers.put((make(part), None))
+                answer.set_result(make(part))
             except BaseException as error:
-                answers.put((None, error))
-
-    def poll(seconds: float) -> bool:
-        with contextlib.suppress(queue.Empty):
-            answer[:] = answers.get(timeout=seconds)
-            return True
-        return False
+                answer.set_exception(error)
 
     thread = Thread(target=work, daemon=True)  # the process does not wait for it on exit
     thread.start()
     try:
         for part in keys:
-            lists.put(part)
-            if not watched.is_ready(poll, 0):
+            answer = Future[Any]()
+            tasks.put((part, answer))
+            if not watched.is_ready(partial(_is_done, answer), 0):
                 raise watched.too_slow(0)
-            batch, error = answer
-            answer.clear()
-            if error is not None:
-                raise error
-            yield batch
+            yield answer.result()
     finally:
-        lists.put(None)
+        tasks.put(None)
         thread.join(LEAVE if watched.at(0) is None else 0)
         watched.number = None
+
+
+def _is_done(answer: Future[Any], seconds: float) -> bool:
+    return bool(futures.wait([answer], seconds).done)
 
 
 class _Worker:
@@ -270,13 +267,13 @@ class _Worker:
     def send(self, keys: list[Any]) -> None:
         self.unanswered.append(keys)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` notices
-            messages.send(self.socket, keys)
+            send(self.socket, keys)
 
     def receive(self) -> Any:
         while True:
             try:
                 if self.watched.is_ready(self._poll, self.number):
-                    answer = messages.receive(self.socket)
+                    answer = receive(self.socket)
                     break
                 self._replace(hangs=True)
             except (EOFError, ConnectionResetError):
@@ -308,7 +305,7 @@ class _Worker:
         warn(f"{str(error).split('; ')[0]}; another process tries again")
         self._start()
         for keys in self.unanswered:
-            messages.send(self.socket, keys)
+            send(self.socket, keys)
 
     def _error(self, failure: Failure | None = None) -> ResourceError:
         """The error for a failure, or without one for the death of the process."""

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from stopmim.base.errors import UserError
-from stopmim.data.protocols import is_url
+from stopmim.data.remote.attempt import is_url
 from stopmim.data.sources.open import is_generated, open_images, open_test
 from stopmim.runs.run import Run
 

@@ -32,7 +32,7 @@ from stopmim.base.errors import CheckpointError, DataError, StorageError, UserEr
 from stopmim.base.files import append_jsonl, read_jsonl, remove, sweep, write_whole
 from stopmim.base.secrets import hide
 from stopmim.config.schema import Config
-from stopmim.data.content import digests
+from stopmim.data.checks.hashes import digests
 from stopmim.data.images import Images
 from stopmim.data.loading import Reader
 from stopmim.data.order import evenly_spaced

@@ -19,13 +19,13 @@ from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
 from stopmim.data import survey
-from stopmim.data.ahead import in_reach
 from stopmim.data.channels import Form
 from stopmim.data.crops import side_of_use
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import Images, open_image, read_image
 from stopmim.data.rasters.raster import MOST, bytes_of
 from stopmim.data.rasters.windows import read_sample
+from stopmim.data.remote.ahead import in_reach
 from stopmim.data.workers import cores, default_workers
 from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build, build_sampler, build_target, draw_masks

@@ -5,7 +5,6 @@ if both are whole numbers and every possible value fits, otherwise float32. MONO
 values are bright, is turned round. Frames are channels, like the planes of other formats.
 """
 
-from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,7 +21,6 @@ from stopmim.data.rasters.raster import (
     check_shape,
     cut,
     extra,
-    one_reason,
 )
 
 MARK = b"DICM"  # at byte 128
@@ -32,17 +30,12 @@ def is_dicom(start: bytes) -> bool:
     return start[128:132] == MARK
 
 
-class Dicom:
+class Dicom(Raster):
     """An open file; its pixels are always decoded whole."""
-
-    levels: Sequence[Raster] = ()
-    names: list[str]
-    slow = 1
 
     def __init__(self, stored: Stored) -> None:
         pydicom = extra("pydicom", "dicom", "DICOM")
-        self.names = []
-        with quiet, stored.stream() as stream, one_reason():
+        with quiet, stored.stream() as stream:
             # Without the marker pydicom would take any file for one.
             self.file = pydicom.dcmread(
                 _Parts(stream), specific_tags=_TAGS, stop_before_pixels=True
@@ -50,12 +43,10 @@ class Dicom:
         self.stored = stored
         about = self.file
         self.bits, self.signed = int(about.get("BitsStored", 0)), about.get("PixelRepresentation")
-        samples, frames = (
-            int(about.get("SamplesPerPixel", 1)),
-            int(about.get("NumberOfFrames") or 1),
-        )
+        self.frames = int(about.get("NumberOfFrames") or 1)
+        planes = int(about.get("SamplesPerPixel", 1)) * self.frames
         rows, columns = int(about.get("Rows", 0)), int(about.get("Columns", 0))
-        self.frames, self.shape = frames, check_shape(rows, columns, samples * frames)
+        self.shape = check_shape(rows, columns, planes)
         self.slope = float(about.get("RescaleSlope", 1))
         self.intercept = float(about.get("RescaleIntercept", 0))
         if not 0 < self.bits <= 16 or not np.isfinite([self.slope, self.intercept]).all():
@@ -66,7 +57,7 @@ class Dicom:
     def read(self, box: Box | None = None) -> np.ndarray:
         check_bytes(self, None)
         pydicom = extra("pydicom", "dicom", "DICOM")
-        with quiet, self.stored.stream() as stream, one_reason():
+        with quiet, self.stored.stream() as stream:
             file = pydicom.dcmread(_Parts(stream))
             try:
                 pixels = np.asarray(file.pixel_array)

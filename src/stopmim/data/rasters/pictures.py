@@ -1,7 +1,6 @@
 """Pictures as they are stored: PNG and PGM of 16 bits, and those of 8 bits without a conversion."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,15 +49,13 @@ def open_picture(stored: Stored) -> Raster:
     return Plain(np.ndarray(shape, ">u2", stored.data, header.end()), stored=stored)
 
 
-class Picture:
+class Picture(Raster):
     """A picture that is decoded whole, by imagecodecs if it is a PNG of 16 bits."""
 
-    levels: Sequence[Raster] = ()
     kind: Kind
-    slow = 1
 
     def __init__(self, stored: Stored) -> None:
-        self.stored, self.names = stored, list[str]()
+        self.stored = stored
         self.deep = is_deep(bytes(stored.data[:1024]))
         if self.deep:
             width, height = np.frombuffer(stored.part(16, 8), ">u4").tolist()

@@ -8,13 +8,12 @@ Nothing trusts a header: sizes are compared with the length of the file, and wit
 memory is allocated.
 """
 
-import contextlib
 import importlib
 import io
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -24,7 +23,7 @@ from stopmim.config.data import Kind
 from stopmim.data.channels import MOST as MAX_CHANNELS
 from stopmim.data.channels import Form, as_kind
 from stopmim.data.crops import Box
-from stopmim.data.decode import BadImageError, one_line
+from stopmim.data.decode import BadImageError
 
 MAX_SIDE = 2**20
 MAX_FILE = 2**62  # bytes: any file, of which no more is read than is asked for
@@ -50,11 +49,11 @@ class Raster(Protocol):
 
     shape: tuple[int, int, int]  # H, W, C
     kind: Kind
-    names: list[str]  # of the channels; [] if the file does not say
-    levels: Sequence["Raster"]  # smaller copies that the file has as well, largest first
+    names: Sequence[str] = ()  # of the channels, if the file says
+    levels: Sequence["Raster"] = ()  # smaller copies that the file has as well, largest first
     tall: int  # rows that are decoded together
     tile: int  # bytes that are decoded together
-    slow: int  # how many times as long as deflate its codec takes for the same pixels
+    slow: int = 1  # how many times as long as deflate its codec takes for the same pixels
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """Pixels (h, w, C) of `box`, or of the whole image, of type `kind`; may be read-only."""
@@ -107,16 +106,15 @@ class Stored:
         return open(self.path or b"", "rb")
 
 
-class Plain:
+class Plain(Raster):
     """An image that lies uncompressed in memory, or in a map of a file: any view (H, W, C)."""
 
-    levels: Sequence[Raster] = ()
-    tall, tile, slow = 1, 0, 1
+    tall, tile = 1, 0
 
     def __init__(
         self, pixels: np.ndarray, names: Sequence[str] = (), stored: "Stored | None" = None
     ) -> None:
-        self.pixels, self.names, self.stored = pixels, list(names), stored
+        self.pixels, self.names, self.stored = pixels, names, stored
         self.kind = kind_of(pixels.dtype)
         height, width, channels = pixels.shape
         self.shape = check_shape(height, width, channels)
@@ -247,18 +245,3 @@ def extra(module: str, name: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise MissingExtraError(f'{what}: needs pip install "stopmim[{name}]"') from None
-
-
-@contextlib.contextmanager
-def one_reason() -> Iterator[None]:
-    """Turns whatever a library raises on damaged files into a `BadImageError` of one line."""
-    try:
-        yield
-    except BadImageError:
-        raise
-    except OSError as error:
-        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
-    except Exception as error:
-        text = one_line(error)
-        name = type(error).__name__
-        raise BadImageError(f"{name}: {text}" if text else name) from None

@@ -130,7 +130,7 @@ def _follow(offsets: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(a + n == b for a, n, b in zip(offsets, sizes, offsets[1:], strict=False))
 
 
-class Tiff:
+class Tiff(Raster):
     """An image in strips or tiles."""
 
     def __init__(

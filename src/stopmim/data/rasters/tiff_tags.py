@@ -31,7 +31,6 @@ _READ = {
 }
 # Code of a type -> letter of `struct`, which is NumPy's as well.
 _TYPES = {1: "B", 2: "B", 3: "H", 4: "I", 6: "b", 7: "B", 8: "h", 9: "i", 13: "I", 16: "Q", 18: "Q"}
-_BYTES = {"B": 1, "b": 1, "H": 2, "h": 2, "I": 4, "i": 4, "Q": 8}
 _COLOURS = {2: 3, 5: 4, 6: 3, 8: 3}  # samples of RGB, CMYK, YCbCr and CIELAB; others have one
 Values = tuple[int, ...] | bytes
 
@@ -120,8 +119,7 @@ class Directories:
         page = before if before and before.tags == tags else _page(tags, self.order)
         if len(offsets) != len(page.segments.sizes):
             raise BadImageError(f"{len(offsets)} parts, but {len(page.segments.sizes)} sizes")
-        size = page.segments
-        return Page(*page[:-1], Segments(size.height, size.width, offsets, size.sizes)), following
+        return page._replace(segments=page.segments._replace(offsets=offsets)), following
 
     def _tags(self, at: int) -> tuple[dict[int, Values], int]:
         (n,) = self.count.unpack(self.stored.part(at, self.count.size))
@@ -138,7 +136,7 @@ class Directories:
 
     def _value(self, tag: int, kind: int, count: int, inline: bytes) -> Values:
         letter = _TYPES[kind]
-        size = _BYTES[letter] * count
+        size = struct.calcsize(f"={letter}") * count
         if size > MAX_TABLE:
             raise BadImageError(f"a directory with a value of {size} bytes")
         if size > len(inline):

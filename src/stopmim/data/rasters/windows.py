@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from stopmim.data.crops import SPARE, Box, averaged
-from stopmim.data.decode import BadImageError
-from stopmim.data.rasters.raster import MOST, Raster, bytes_of, cut, one_reason
+from stopmim.data.decode import BadImageError, one_reason
+from stopmim.data.rasters.raster import MOST, Raster, bytes_of, cut
 
 LARGE = 2**26  # bytes of pixels: a smaller image is read whole, and then cut
 # Bytes of pixels times `slow`: to read more of them for one image would take more than 20 s.

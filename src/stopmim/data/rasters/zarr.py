@@ -61,14 +61,11 @@ def open_zarr(path: bytes) -> Raster:
     return arrays[0]
 
 
-class Zarr:
+class Zarr(Raster):
     """An array of chunks."""
 
-    names: list[str]
-    levels: Sequence[Raster] = ()
-
     def __init__(self, path: bytes, about: dict[str, Any], axes: Sequence[str]) -> None:
-        self.path, self.axes, self.names = path, list(axes), []
+        self.path, self.axes = path, list(axes)
         self.opened: tuple[bytes, Stored | None] = b"", None  # the file that was read last
         try:
             self.layout = _Layout(about)

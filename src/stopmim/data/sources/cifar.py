@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[Any, Any]:
         raise DataError(f"{printable(path)}: {reason}") from None
 
 
-_MARK, _ARRAY, _UINT8 = object(), object(), object()  # the last two: arrays, dtypes to be built
+_ARRAY, _UINT8 = object(), object()  # an array and a dtype to be built
 _VALUES = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "NONE",
            "STRING", "BINSTRING", "SHORT_BINSTRING")  # fmt: skip
 
@@ -80,12 +80,12 @@ def interpret(data: bytes) -> dict[Any, Any]:
     """
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
-    marks: list[int] = []  # where the marks are on the stack
+    marks: list[int] = []  # lengths of the stack
 
     def pop_mark() -> list[Any]:
-        """Removes everything down to the last mark, and returns what was above it."""
+        """Removes what was put on the stack since the last mark, and returns it."""
         at = marks.pop()
-        items = stack[at + 1 :]
+        items = stack[at:]
         del stack[at:]
         return items
 
@@ -99,10 +99,10 @@ def interpret(data: bytes) -> dict[Any, Any]:
                 stack.append(arg)  # the name alone: nothing is looked up
             case name if name in _VALUES:
                 stack.append(arg)
-            case "MARK" | "NEWFALSE" | "EMPTY_DICT" | "EMPTY_LIST" as name:
-                new = {"MARK": _MARK, "NEWFALSE": False, "EMPTY_DICT": {}, "EMPTY_LIST": []}
-                marks += [len(stack)] * (name == "MARK")
-                stack.append(new[name])
+            case "MARK":
+                marks.append(len(stack))
+            case "NEWFALSE" | "EMPTY_DICT" | "EMPTY_LIST" as name:
+                stack.append({"NEWFALSE": False, "EMPTY_DICT": {}, "EMPTY_LIST": []}[name])
             case "DICT" | "LIST" | "TUPLE" as name:
                 make: Any = {"DICT": _pairs, "LIST": list, "TUPLE": tuple}[name]
                 stack.append(make(pop_mark()))

@@ -15,7 +15,7 @@ from stopmim.base.console import is_first_rank, warn
 from stopmim.base.errors import DataError
 from stopmim.base.files import read_regular
 from stopmim.data import index_cache
-from stopmim.data.decode import EXTENSIONS, BadImageError
+from stopmim.data.decode import EXTENSIONS, MAX_BYTES, BadImageError
 from stopmim.data.images import LATEST, stamp_files
 from stopmim.data.rasters.open import ARRAYS, load, open_raster
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
@@ -37,8 +37,6 @@ from stopmim.data.sources.source import PackedPaths, Source, Split, printable, r
 
 TEST_NAMES = ("val", "validation", "test")  # of the folder or the files to test on, best first
 SPOT_CHECKS = 1000  # files whose sizes are compared with a stored index
-# A file is read whole. No image within MAX_PIXELS needs more, and a mistaken one may be a disk.
-MAX_BYTES = 2**30
 
 
 class Files(FileImages):

@@ -11,13 +11,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from stopmim.base.errors import DataError
 from stopmim.data.channels import MOST as MAX_CHANNELS
+from stopmim.data.crops import Box
 from stopmim.data.decode import BadImageError
 from stopmim.data.images import stamp_files
 from stopmim.data.rasters.open import ARRAYS, open_raster
-from stopmim.data.rasters.raster import Raster
-from stopmim.data.rasters.stack import Stack
+from stopmim.data.rasters.raster import Raster, check_shape
+from stopmim.data.rasters.windows import read_whole
 from stopmim.data.sources.folder import Files, file_sizes, has_splits, hash_files, split_folder
 from stopmim.data.sources.scanning import SUFFIXES, path_classes, scan
 from stopmim.data.sources.source import PackedPaths, Source, Split, printable, refuse_split
@@ -67,7 +70,7 @@ class Groups(Files):
         self.detect_form(name, self._paths, arrays=True)
         if self.form is None:
             try:
-                self._raster(0).read()
+                read_whole(self._raster(0))
             except BadImageError as error:
                 raise DataError(f"{name}: {self.name(0)}: {error}") from None
             raise DataError(f"{name}: none of the sampled images can be read")
@@ -78,10 +81,40 @@ class Groups(Files):
     def _raster(self, i: int) -> Raster:
         n = len(self.channel_names)
         paths = [self._root + self._files[i * n + c] for c in range(n)]
-        return Stack([open_raster(path) for path in paths], self.channel_names)
+        return _Stack([open_raster(path) for path in paths], self.channel_names)
 
     def stamp(self) -> str:
         return stamp_files(self._root + path for path in self._files)
+
+
+class _Stack(Raster):
+    """Images of one size and type, one after the other along the channels."""
+
+    def __init__(self, parts: Sequence[Raster], names: Sequence[str]) -> None:
+        self.parts, self.names = parts, list(names)
+        first = parts[0]
+        for part, name in zip(parts, names, strict=True):
+            if part.shape != (*first.shape[:2], 1):
+                height, width, channels = part.shape
+                raise BadImageError(
+                    f"{name} has {width}x{height} pixels and {channels} channels; expected "
+                    f"{first.shape[1]}x{first.shape[0]} pixels and one channel, as {names[0]}"
+                )
+            if part.kind != first.kind:
+                raise BadImageError(f"{name} has {part.kind}, but {names[0]} has {first.kind}")
+        self.kind = first.kind
+        self.shape = check_shape(*first.shape[:2], len(parts))
+        self.tall, self.tile = max(x.tall for x in parts), sum(x.tile for x in parts)
+        self.slow = max(x.slow for x in parts)
+        each = min(len(part.levels) for part in parts)
+        self.levels = [_Stack([part.levels[i] for part in parts], names) for i in range(each)]
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        height, width = (box.height, box.width) if box else self.shape[:2]
+        found = np.empty((height, width, len(self.parts)), self.kind)
+        for i, part in enumerate(self.parts):
+            found[:, :, i : i + 1] = part.read(box)
+        return found
 
 
 def parse_pattern(pattern: str) -> tuple[re.Pattern[str], list[str]]:

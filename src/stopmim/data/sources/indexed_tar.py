@@ -8,10 +8,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from stopmim.data.protocols import RemoteError
 from stopmim.data.rasters.raster import Raster
-from stopmim.data.remote_cache import RemoteFiles
-from stopmim.data.sources.shards import Shards, progress
+from stopmim.data.remote.attempt import RemoteError
+from stopmim.data.remote.cache import Remote, RemoteFiles
+from stopmim.data.sources.shards import Shards
 from stopmim.data.sources.tar import WINDOW, Tar
 
 OPEN = 256  # shards whose index each process keeps in memory
@@ -34,21 +34,13 @@ class IndexedTar(Shards):
         self.chunks = np.cumsum([0, *counts])
         self.any_order = len(self) <= WINDOW  # as for the same shards in a local folder
         self.labels: dict[str, np.ndarray] = _Labels(self)  # type: ignore[assignment]
-        self._open()
         digest = hashlib.sha256()
         for remote in files.remotes:
             digest.update(f"{os.path.basename(remote.url)}\0{remote.sha256}\n".encode())
         self.fingerprint = digest.hexdigest()
 
-    def _open(self) -> None:
-        self.shard = lru_cache(OPEN)(self._shard)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "shard"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def shard(self, chunk: int) -> Tar:
+        return _shard(self.files.remotes[chunk], int(np.diff(self.chunks)[chunk]))
 
     def open(self, i: int) -> Raster | None:
         chunk = self._chunk(i)
@@ -66,12 +58,13 @@ class IndexedTar(Shards):
         chunk = self._chunk(i)
         return self.shard(chunk).name(i - int(self.chunks[chunk]))
 
-    def _shard(self, chunk: int) -> Tar:
-        remote = self.files.remotes[chunk]
-        shard, stated = Tar(RemoteFiles([remote])), int(np.diff(self.chunks)[chunk])
-        if len(shard) != stated:
-            raise RemoteError(f"{remote.url}: {len(shard)} images, index.json states {stated}")
-        return shard
+
+@lru_cache(OPEN)
+def _shard(remote: Remote, stated: int) -> Tar:
+    shard = Tar(RemoteFiles([remote]))
+    if len(shard) != stated:
+        raise RemoteError(f"{remote.url}: {len(shard)} images, index.json states {stated}")
+    return shard
 
 
 class _Labels(Mapping[str, np.ndarray]):
@@ -93,7 +86,7 @@ class _Labels(Mapping[str, np.ndarray]):
     def _all(self) -> dict[str, np.ndarray]:
         images, found = self.images, list[np.ndarray]()
         every = range(len(images.files))
-        with ThreadPoolExecutor(AT_ONCE) as pool, progress(images.files) as update:
+        with ThreadPoolExecutor(AT_ONCE) as pool, images.progress() as update:
             for shard in pool.map(images.shard, every):
                 if "class" not in shard.labels:
                     return {}

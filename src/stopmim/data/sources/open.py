@@ -8,7 +8,7 @@ from pathlib import Path
 from stopmim.base.errors import DataError, NoPartError, UserError
 from stopmim.base.secrets import hide
 from stopmim.data.images import Images
-from stopmim.data.protocols import is_url
+from stopmim.data.remote.attempt import is_url
 from stopmim.data.sources.arrays import NPZ
 from stopmim.data.sources.cifar import CIFAR100
 from stopmim.data.sources.datasets_library import HF, HF_FOLDER

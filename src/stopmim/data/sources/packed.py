@@ -90,16 +90,15 @@ def problems(folder: str | Path, index: Index) -> Iterator[str]:
     """Reads every byte of the shards in `folder`, and yields a line per damaged shard."""
 
     def look(shard: PackedShard) -> str:
-        path, digest = Path(folder, shard.name), hashlib.sha256()
+        path = Path(folder, shard.name)
         name = printable(path)
         try:
             with open_to_read(path, MAX_SHARD) as file:
                 if (size := os.fstat(file.fileno()).st_size) != shard.bytes:
                     return f"{name}: {size} bytes, the index says {shard.bytes}"
-                digest = hashlib.file_digest(file, "sha256")
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{name}: {error.strerror}"
-        found = digest.hexdigest()
         return "" if found == shard.sha256 else f"{name}: other bytes than the index says"
 
     # Hashing leaves Python's lock: threads use all cores.

@@ -15,10 +15,10 @@ from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
 from stopmim.data.decode import BadImageError, one_line
 from stopmim.data.rasters.raster import Stored
-from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.arrays import label_name
 from stopmim.data.sources.parquet_pages import unpacked
-from stopmim.data.sources.shards import Shards, file_names, find_shards, names_shards, places
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
 from stopmim.data.sources.source import MAX_EXPANDED, MAX_SHARD, Source, printable
 
 CACHE_BYTES = 2**28  # of row groups, per process; at least one is kept
@@ -35,7 +35,7 @@ class Contents(NamedTuple):  # metadata and labels of one file
     labels: dict[str, np.ndarray]
 
 
-class Held(NamedTuple):  # a row group that was read
+class RowGroup(NamedTuple):  # that was read
     column: Any  # its images: all, or those before `problem`
     nbytes: int
     problem: str = "missing from its row group"
@@ -52,12 +52,10 @@ class Parquet(Shards):
     label_hint = "add a column of integers called label, without nulls"
 
     def __init__(self, files: Sequence[str]) -> None:
-        remote = isinstance(files, RemoteFiles)
-        self.files = files if remote else [os.path.abspath(file) for file in files]
-        self.unreadable, where = list[str](), places(self.files)
+        super().__init__(files)
+        self.unreadable, where = list[str](), self._places
         arrow, _ = _pyarrow(where[0])
-        self._cached: OrderedDict[int, Held] = OrderedDict()
-        self._file_names = file_names(where)
+        self._cached: OrderedDict[int, RowGroup] = OrderedDict()
         found, numbers, digest = list[Contents](), list[int](), hashlib.sha256()
         for i, (path, name) in enumerate(zip(where, self._file_names, strict=True)):
             try:
@@ -89,7 +87,7 @@ class Parquet(Shards):
         common = set.intersection(*(set(one.labels) for one in found))
         self.labels = {k: np.concatenate([one.labels[k] for one in found]) for k in sorted(common)}
         bytes_each = max(1, sum(n for one in found for _, n in one.groups) // len(self))
-        self.detect_form(printable(files[0]), [b""] * min(GLANCE, int(self.chunks[1])), named=False)
+        self.detect_form(printable(files[0]), [b""] * min(GLANCE, int(self.chunks[1])))
         self.window = min(MAX_WINDOW, max(1, CACHE_BYTES // 2 // bytes_each))
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned process reads its own
@@ -124,7 +122,7 @@ class Parquet(Shards):
         first = np.searchsorted(self._groups[:, 0], file)  # row group of the file
         return f"{self._file_names[file]} row {i - self.chunks[first]}"
 
-    def _read_group(self, group: int) -> Held:
+    def _read_group(self, group: int) -> RowGroup:
         if group in self._cached:
             self._cached.move_to_end(group)
             return self._cached[group]
@@ -138,7 +136,8 @@ class Parquet(Shards):
         except (arrow.ArrowException, OSError) as error:
             raise BadImageError(one_line(error)) from None
         except BadImageError as error:
-            self._cached[group] = Held((), 0, str(error))  # not read again for each of its images
+            # Not read again for each of its images.
+            self._cached[group] = RowGroup((), 0, str(error))
         while len(self._cached) > 1 and sum(h.nbytes for h in self._cached.values()) > CACHE_BYTES:
             self._cached.popitem(last=False)
         return self._cached[group]
@@ -157,7 +156,7 @@ def _check_pages(path: str, about: Any, groups: Sequence[int], columns: Sequence
     return total
 
 
-def _read(opened: Any, number: int, column: str, arrow: Any, size: int) -> Held:
+def _read(opened: Any, number: int, column: str, arrow: Any, size: int) -> RowGroup:
     """The images of a row group, read in parts: a dictionary may have one for all rows.
 
     `size`: bytes of its pages. What it says of itself may be a lie.
@@ -173,10 +172,10 @@ def _read(opened: Any, number: int, column: str, arrow: Any, size: int) -> Held:
             total += parts[-1].nbytes
             if total > max(2 * CACHE_BYTES, size + size // 4):
                 problem = f"more than {total} bytes of images in a row group of {size}"
-                return Held(arrow.chunked_array(parts), total, problem)
+                return RowGroup(arrow.chunked_array(parts), total, problem)
     except (arrow.ArrowException, OSError) as error:
-        return Held((), 0, one_line(error))  # not read again for each of its images
-    return Held(arrow.chunked_array(parts), total)
+        return RowGroup((), 0, one_line(error))  # not read again for each of its images
+    return RowGroup(arrow.chunked_array(parts), total)
 
 
 def _pyarrow(source: str) -> tuple[Any, Any]:

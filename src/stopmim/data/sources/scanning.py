@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from stopmim.base.errors import DataError
-from stopmim.data.decode import EXTENSIONS, READS_HEIC
+from stopmim.data.decode import EXTENSIONS, HEIC, READS_HEIC
 from stopmim.data.images import LATEST
 from stopmim.data.rasters.open import ARRAYS
 from stopmim.data.sources.source import PackedPaths, printable
 
 SUFFIXES = tuple(f".{extension}".encode() for extension in EXTENSIONS)
-HEIC = ("heic", "heif", "hif")
 # Raw and other images that are never read.
 FOREIGN = (*("arw", "cr2", "cr3", "dng", "nef", "orf", "pef", "raf", "rw2", "srw"),
            *("jp2", "jxl", "psd", "svg", "tga", "exr", "hdr", "ico"))  # fmt: skip

@@ -9,8 +9,8 @@ import numpy as np
 
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import seed_of
-from stopmim.data.render import BANDS, render_all, render_bands
-from stopmim.data.scene import LABELS, Scene, labels_of, sample
+from stopmim.data.rendering.render import BANDS, render_all, render_bands
+from stopmim.data.rendering.scene import LABELS, Scene, labels_of, sample
 from stopmim.data.sources.arrays import Arrays
 from stopmim.data.sources.source import Source, Split
 
@@ -55,9 +55,9 @@ class Scenes(Arrays):
                     for name, value in labels_of(scene).items():
                         labels[name][i] = value
                 chunks = [scenes[i : i + step] for i in range(0, len(scenes), step)]
-                keys = [seed_of("bands", seed, i) for i in range(start, start + len(scenes))]
-                parts = [keys[i : i + step] for i in range(0, len(keys), step)]
-                for images in pool.map(self.rendered, chunks, repeat(size), parts):
+                firsts = range(start, n, step)
+                more = repeat(size), repeat(seed), firsts
+                for images in pool.map(self.rendered, chunks, *more):
                     pixels[done : done + len(images)] = images
                     done += len(images)
         self.source = f"{self.prefix}:{n}:{size}:{seed}"
@@ -65,8 +65,8 @@ class Scenes(Arrays):
         super().__init__(pixels, labels, [], "scene", fingerprint, self.names)
 
     @staticmethod
-    def rendered(scenes: list[Scene], size: int, keys: list[int]) -> np.ndarray:
-        """Images (B, size, size, C) of `scenes`; `keys` seed the noise, if there is any."""
+    def rendered(scenes: list[Scene], size: int, seed: int, first: int) -> np.ndarray:
+        """Images (B, size, size, C) of `scenes`, of which the first has the number `first`."""
         return render_all(scenes, size)[0]
 
     def __str__(self) -> str:
@@ -85,10 +85,11 @@ class Bands(Scenes):
     prefix, shape, dtype, names = "bands", (len(BANDS),), np.uint16, BANDS
 
     @staticmethod
-    def rendered(scenes: list[Scene], size: int, keys: list[int]) -> np.ndarray:
+    def rendered(scenes: list[Scene], size: int, seed: int, first: int) -> np.ndarray:
         offset, scale, deviation = CODES.T
         clean = render_bands(scenes, size)
         clean[..., :3] = np.sqrt(clean[..., :3])  # as in pictures
+        keys = (seed_of("bands", seed, i) for i in range(first, first + len(scenes)))
         noise = np.stack([_noise(key, clean[0].size) for key in keys]).reshape(clean.shape)
         values = offset + scale * clean + deviation * noise + 0.5
         return np.minimum(np.maximum(values, 0.0), 65_535.0).astype(np.uint16)

@@ -13,7 +13,7 @@ import numpy as np
 from stopmim.base.console import Ticker
 from stopmim.base.errors import DataError
 from stopmim.data.images import file_state, stamp_files
-from stopmim.data.remote_cache import RemoteFiles
+from stopmim.data.remote.cache import RemoteFiles
 from stopmim.data.sources.file_images import FileImages
 from stopmim.data.sources.folder import TEST_NAMES, has_splits, split_folder
 from stopmim.data.sources.scanning import holds_images
@@ -34,13 +34,35 @@ class Shards(FileImages):
     files: Sequence[str]  # RemoteFiles fetch a file when its path is taken
     chunks: np.ndarray  # (k + 1,) number of the first image of each chunk
 
+    def __init__(self, files: Sequence[str]) -> None:
+        if isinstance(files, RemoteFiles):
+            self.files, self._places = files, [remote.url for remote in files.remotes]
+        else:
+            self.files = self._places = [os.path.abspath(file) for file in files]
+        self._file_names = _file_names(self._places)
+
     def __len__(self) -> int:
         return int(self.chunks[-1])
 
     def stamp(self) -> str:
         if isinstance(self.files, RemoteFiles):
-            return hashlib.sha256(states(self.files).tobytes()).hexdigest()
+            return hashlib.sha256(self._states().tobytes()).hexdigest()
         return stamp_files(self.files)
+
+    def _states(self) -> np.ndarray:
+        """Sizes and modification times or versions, (k, 2), which a cached index must match."""
+        if isinstance(self.files, RemoteFiles):
+            return np.array([remote.state for remote in self.files.remotes], np.int64)
+        return np.array([*map(file_state, self.files)], np.int64)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Callable[[int], None]]:
+        """Shows how many files are indexed, if they have to be fetched for that."""
+        if not isinstance(self.files, RemoteFiles) or len(self.files) < 2:
+            yield lambda done: None
+            return
+        with Ticker("index", len(self.files)) as ticker:
+            yield lambda done: ticker.update(done, "files fetched")
 
     def file_of(self, numbers: np.ndarray) -> np.ndarray:
         """The files that images `numbers` are in, as indices: where each chunk is one file."""
@@ -51,30 +73,6 @@ class Shards(FileImages):
         if not 0 <= i < len(self):
             raise IndexError(f"image {i} of {len(self)}")
         return int(np.searchsorted(self.chunks, i, side="right")) - 1
-
-
-def places(files: Sequence[str]) -> list[str]:
-    """Paths or URLs of the files, without fetching any."""
-    if isinstance(files, RemoteFiles):
-        return [remote.url for remote in files.remotes]
-    return list(files)
-
-
-def states(files: Sequence[str]) -> np.ndarray:
-    """Sizes and modification times or versions, (k, 2), which a cached index must match."""
-    if isinstance(files, RemoteFiles):
-        return np.array([remote.state for remote in files.remotes], np.int64)
-    return np.array([*map(file_state, files)], np.int64)
-
-
-@contextlib.contextmanager
-def progress(files: Sequence[str]) -> Iterator[Callable[[int], None]]:
-    """Shows how many files are indexed, if they have to be fetched for that."""
-    if not isinstance(files, RemoteFiles) or len(files) < 2:
-        yield lambda done: None
-        return
-    with Ticker("index", len(files)) as ticker:
-        yield lambda done: ticker.update(done, "files fetched")
 
 
 def is_pattern(text: str) -> bool:
@@ -161,7 +159,7 @@ def expand_braces(pattern: str) -> list[str]:
     return names
 
 
-def file_names(paths: Sequence[str]) -> list[str]:
+def _file_names(paths: Sequence[str]) -> list[str]:
     """Printable base names; if two are equal, paths relative to the common folder instead."""
     names = [os.path.basename(path) for path in paths]
     if len(set(names)) < len(names):

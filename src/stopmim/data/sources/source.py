@@ -5,7 +5,7 @@ Each kind is one file of this folder that ends in a `Source`, and one line of th
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +85,7 @@ def printable(path: str | bytes | os.PathLike[str]) -> str:
     return visible(text.replace("\\", "\\\\"))
 
 
-class PackedPaths:
+class PackedPaths(Sequence[bytes]):
     """A sequence of byte strings in one array, and an array of where each begins.
 
     Worker processes share the pages of an array. The reference counts of a million objects would
@@ -102,10 +102,7 @@ class PackedPaths:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, i: int) -> bytes:
+    def __getitem__(self, i: int) -> bytes:  # type: ignore[override]  # never sliced
         if not 0 <= i < len(self):
             raise IndexError(f"image {i} of {len(self)}")
         return self.text[self.offsets[i] : self.offsets[i + 1]].tobytes()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self[i] for i in range(len(self)))

@@ -18,21 +18,12 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.base.files import open_to_read
 from stopmim.data import index_cache as cache
-from stopmim.data.decode import EXTENSIONS, BadImageError
+from stopmim.data.decode import EXTENSIONS, MAX_BYTES, BadImageError
 from stopmim.data.rasters.open import EXTENSIONS as ARRAY_EXTENSIONS
-from stopmim.data.rasters.open import SAMPLE
-from stopmim.data.remote_cache import RemoteFiles
-from stopmim.data.sources.folder import MAX_BYTES
+from stopmim.data.remote.cache import RemoteFiles
+from stopmim.data.sources.file_images import SAMPLE
 from stopmim.data.sources.packed import read_index
-from stopmim.data.sources.shards import (
-    Shards,
-    file_names,
-    find_shards,
-    names_shards,
-    places,
-    progress,
-    states,
-)
+from stopmim.data.sources.shards import Shards, find_shards, names_shards
 from stopmim.data.sources.source import MAX_SHARD, PackedPaths, Source, Split, printable
 
 BLOCK = 512
@@ -78,12 +69,10 @@ class Tar(Shards):
     label_hint = 'add a .cls or .json ({"label": 3}) member with an integer beside every image'
 
     def __init__(self, shards: Sequence[str]) -> None:
+        super().__init__(shards)
         remote = isinstance(shards, RemoteFiles)
-        self.files = shards if remote else [os.path.abspath(shard) for shard in shards]
-        self._places = places(self.files)
-        self._shard_names = file_names(self._places)
         key = b"\0".join(map(os.fsencode, self._places))
-        began, state = time.time_ns(), states(self.files)
+        began, state = time.time_ns(), self._states()
         index = cache.load("tar", key)
         if index is None or not np.array_equal(index["state"], state):
             index = self._index(state[:, 0]) | {"state": state}
@@ -129,11 +118,11 @@ class Tar(Shards):
         return data
 
     def name(self, i: int) -> str:
-        return f"{self._shard_names[self._chunk(i)]}/{printable(self._names[i])}"
+        return f"{self._file_names[self._chunk(i)]}/{printable(self._names[i])}"
 
     def _index(self, sizes: np.ndarray) -> dict[str, np.ndarray]:
         found = list[Shard]()
-        with ThreadPoolExecutor(8) as pool, progress(self.files) as update:
+        with ThreadPoolExecutor(8) as pool, self.progress() as update:
             # Most of the time is spent waiting for the disk, or for remote shards.
             for shard in pool.map(lambda i: _samples(self.files[i]), range(len(self.files))):
                 found.append(shard)
@@ -147,7 +136,7 @@ class Tar(Shards):
         samples = [sample for shard in found for sample in shard.samples]
         names = PackedPaths.pack([sample.name for sample in samples])
         known = [sample.label for sample in samples if sample.label is not None]
-        pairs = zip(self._shard_names, found, strict=True)
+        pairs = zip(self._file_names, found, strict=True)
         lost = [f"{name}: {shard.problem}" for name, shard in pairs if shard.problem]
         digest = hashlib.sha256()
         for path, size, shard in zip(self._places, sizes, found, strict=True):
@@ -177,30 +166,27 @@ def _samples(path: str) -> Shard:
         found.extend(image._replace(start=b"", label=label) for image in chosen)
 
     try:
-        opened = open_to_read(path, MAX_SHARD)
-    except OSError as error:
-        return Shard(found, error.strerror or type(error).__name__, 0)
-    file = opened.fileno()
-    try:
-        for member in walk(file):
-            folder, _, base = member.name.rpartition(b"/")
-            stem, _, extension = base.partition(b".")
-            extension = extension.lower()
-            if not stem:
-                continue  # hidden
-            if (folder, stem) != key:
-                flush()
-                key, images, arrays, label = (folder, stem), [], [], None
-            if extension.rpartition(b".")[2] in _PICTURES:
-                images.append((member, extension in _PICTURES))
-            elif extension in _ARRAYS:
-                arrays.append(member)
-            elif extension in (b"cls", b"json"):
-                label = _label(file, member, is_json=extension == b"json", known=label)
-    except (DamagedError, OSError) as error:
+        with open_to_read(path, MAX_SHARD) as file:
+            for member in walk(file.fileno()):
+                folder, _, base = member.name.rpartition(b"/")
+                stem, _, extension = base.partition(b".")
+                extension = extension.lower()
+                if not stem:
+                    continue  # hidden
+                if (folder, stem) != key:
+                    flush()
+                    key, images, arrays, label = (folder, stem), [], [], None
+                if extension.rpartition(b".")[2] in _PICTURES:
+                    images.append((member, extension in _PICTURES))
+                elif extension in _ARRAYS:
+                    arrays.append(member)
+                elif extension in (b"cls", b"json"):
+                    is_json = extension == b"json"
+                    label = _label(file.fileno(), member, is_json=is_json, known=label)
+    except DamagedError as error:
         problem = str(error)
-    finally:
-        opened.close()
+    except OSError as error:
+        problem = error.strerror or type(error).__name__
     before = len(found)
     flush()
     return Shard(found, problem, len(found) - before if problem and label is None else 0)

@@ -1,6 +1,6 @@
 """Images at URLs: tar shards, Parquet files, and lists of images, through fsspec.
 
-Files are fetched whole to a local cache (remote_cache.py) and read there by the same code as local
+Files are fetched whole to a local cache (remote/cache.py) and read there by the same code as local
 ones, so that a run does not depend on where its images are. An ``index.json`` of `stopmim pack`
 beside shards states their sizes and checksums. Without it a server is asked for each size.
 """
@@ -18,10 +18,10 @@ import numpy as np
 from stopmim.base.errors import DataError
 from stopmim.base.secrets import remember, reveal, shown
 from stopmim.data.decode import BadImageError, decode
-from stopmim.data.fetch import fetch_small, list_files, look
 from stopmim.data.images import Images
-from stopmim.data.protocols import PROTOCOLS, About, DeniedError, MissingError, is_url
-from stopmim.data.remote_cache import Remote, RemoteFiles, changed, recorded
+from stopmim.data.remote.attempt import PROTOCOLS, About, DeniedError, MissingError, is_url
+from stopmim.data.remote.cache import Remote, RemoteFiles, changed, recorded
+from stopmim.data.remote.fetch import fetch_small, list_files, look
 from stopmim.data.sources.indexed_tar import IndexedTar
 from stopmim.data.sources.lists import add_labels, parse_list
 from stopmim.data.sources.packed import INDEX, MAX_INDEX, Index, PackedShard, parse_index

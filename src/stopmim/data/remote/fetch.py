@@ -10,16 +10,19 @@ import io
 import os
 import random
 import time
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import BinaryIO, TypeVar
 
 from stopmim.base.console import warn
 from stopmim.base.errors import setting
 from stopmim.base.secrets import shown
-from stopmim.data.protocols import About, AgainError, RemoteError, find, opened
+from stopmim.data.remote.attempt import About, AgainError, RemoteError, find, opened
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 60.0  # seconds between attempts
 START_PATIENCE = 60.0  # seconds for the first answer: a wrong name should not take minutes
 QUIET = 5.0  # seconds of trouble before it is mentioned
+
+T = TypeVar("T")
 
 
 def patience() -> float:
@@ -29,11 +32,19 @@ def patience() -> float:
 
 def look(url: str) -> About:
     """Asks for the size and the version of a file; a DataError names it if there is none."""
+
+    def ask() -> About:
+        with opened(url, 0, 1) as answer:
+            return answer.about
+
+    return _first_answer(url, ask)
+
+
+def _first_answer(url: str, ask: Callable[[], T]) -> T:
     trouble = Trouble(url, min(START_PATIENCE, patience()))
     while True:
         try:
-            with opened(url, 0, 1) as answer:
-                return answer.about
+            return ask()
         except AgainError as error:
             trouble.wait(error)
 
@@ -79,12 +90,7 @@ def list_files(pattern: str) -> list[str]:
             f"{pattern}: http cannot list files; name them with braces, as "
             f"train-{{000..146}}.tar, or put the index.json of `stopmim pack` beside them"
         )
-    trouble = Trouble(pattern, min(START_PATIENCE, patience()))
-    while True:
-        try:
-            return find(pattern)
-        except AgainError as error:
-            trouble.wait(error)
+    return _first_answer(pattern, lambda: find(pattern))
 
 
 class Trouble:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from stopmim.base.console import busy
 from stopmim.base.errors import DataError
 from stopmim.base.files import checked, parse_jsonl, read_regular, write_whole
-from stopmim.data.ahead import is_summed
-from stopmim.data.facts import Facts
+from stopmim.data.checks.facts import Facts
 from stopmim.data.images import Images
 from stopmim.data.loading import Reader
+from stopmim.data.remote.ahead import is_summed
 
 NAME = "hashes.jsonl"
 CHUNK = 8  # images per answer of a worker

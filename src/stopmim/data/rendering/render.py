@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stopmim.data.scene import BALL, CUBE, CYLINDER, FOOT, SPHERE, Scene, rotation
+from stopmim.data.rendering.scene import BALL, CUBE, CYLINDER, FOOT, SPHERE, Scene, rotation
 
 GRID = 2  # a pixel is the mean of GRID x GRID rays; the median in `render_all` assumes 2
 FILL = (0.62, 0.2, 0.76)  # direction of the second lamp; the first is the scene's own

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from stopmim.base.errors import DataError, UserError, setting
 from stopmim.base.secrets import reveal, shown
@@ -58,19 +58,7 @@ def stall() -> float:
     return setting("STOPMIM_REMOTE_STALL", 30.0)
 
 
-class Answer(Protocol):
-    """A file, or a part of it, that is being received."""
-
-    about: About
-    start: int  # offset of the first byte received
-
-    def read(self) -> bytes:
-        """The next bytes; none at the end."""
-
-    def close(self) -> None: ...
-
-
-class _Http:
+class Http:
     """An answer to a GET of a range, by the session that fsspec has set up."""
 
     def __init__(self, files: Any, url: str, start: int, count: int | None) -> None:
@@ -95,8 +83,6 @@ class _Http:
 
         try:
             return sync(self.files.loop, function, *arguments, timeout=stall())
-        except TimeoutError:
-            raise AgainError(f"sent nothing for {stall():g} s") from None
         except Exception as error:
             raise _failed(self.url, error) from None
 
@@ -133,7 +119,7 @@ class _Http:
         self.files.loop.call_soon_threadsafe(self.response.close)
 
 
-class _Other:
+class Other:
     """A file of another protocol, fetched by the package for it."""
 
     def __init__(self, files: Any, url: str, start: int, count: int | None) -> None:
@@ -151,7 +137,7 @@ class _Other:
 
     def _wait(self, function: Callable[[], T]) -> T:
         try:
-            return _within(stall(), function)
+            return within(stall(), function)
         except Exception as error:
             raise _failed(self.url, error) from None
 
@@ -165,10 +151,15 @@ class _Other:
 
 
 @contextlib.contextmanager
-def opened(url: str, start: int, count: int | None) -> Iterator[Answer]:
-    files = _filesystem(url)
-    kind = _Http if url.startswith(("http://", "https://")) else _Other
-    with contextlib.closing(kind(files, url, start, count)) as answer:
+def opened(url: str, start: int, count: int | None) -> Iterator[Http | Other]:
+    """The file from byte `start` on, or `count` bytes of it, as it is received.
+
+    `about` is the whole file, `start` the offset of the first byte received; `read` returns the
+    next bytes, none at the end.
+    """
+    is_http = url.startswith(("http://", "https://"))
+    answer = (Http if is_http else Other)(_filesystem(url), url, start, count)
+    with contextlib.closing(answer):
         yield answer
 
 
@@ -176,7 +167,7 @@ def find(pattern: str) -> list[str]:
     """Sorted URLs that a glob stands for."""
     scheme, files = pattern.partition("://")[0], _filesystem(pattern)
     try:
-        found = _within(stall(), lambda: files.glob(_path(files, pattern)))
+        found = within(stall(), lambda: files.glob(_path(files, pattern)))
     except FileNotFoundError:
         return []
     except Exception as error:
@@ -216,6 +207,8 @@ def _failed(url: str, error: Exception) -> Exception:
     name = type(error).__name__
     if isinstance(error, AgainError | UserError):
         return error
+    if isinstance(error, TimeoutError):
+        return AgainError(f"sent nothing for {stall():g} s")
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{url}: no such file")
     if isinstance(error, PermissionError):
@@ -234,14 +227,6 @@ def _failed(url: str, error: Exception) -> Exception:
 def _words(name: str) -> str:
     """The name of an exception as words."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of `function`; AgainError if it takes longer."""
-    try:
-        return within(seconds, function)
-    except TimeoutError:
-        raise AgainError(f"sent nothing for {seconds:g} s") from None
 
 
 def _number(text: str) -> float:

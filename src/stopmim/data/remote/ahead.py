@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stopmim.data.images import Images
-from stopmim.data.protocols import MissingError
-from stopmim.data.remote_cache import Held, Remote, RemoteFiles, budget, hold
-from stopmim.data.subset import Subset
+from stopmim.data.remote.attempt import MissingError
+from stopmim.data.remote.cache import Held, Remote, RemoteFiles, budget, hold
+from stopmim.data.subset import Selected, Subset
 
 AT_ONCE = 8  # files that are fetched at the same time
 MOST = 512  # files that are kept at a time
@@ -73,6 +73,8 @@ def _remote(images: Images) -> tuple[Callable[[np.ndarray], list[int]], RemoteFi
     if isinstance(images, Subset):
         inner, files = _remote(images.images)
         return lambda numbers: inner(images.kept[numbers]), files
+    if isinstance(images, Selected):
+        return _remote(images.images)
     files = getattr(images, "files", None)
     if not isinstance(files, RemoteFiles):
         return lambda numbers: [], None

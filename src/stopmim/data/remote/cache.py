@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import threading
 import time
 import weakref
@@ -28,13 +27,13 @@ from stopmim.base.console import warn
 from stopmim.base.errors import StorageError, UserError, setting
 from stopmim.base.files import read_regular, write_whole
 from stopmim.data import index_cache
-from stopmim.data.fetch import fetch, look, patience
-from stopmim.data.protocols import About, MissingError, RemoteError
+from stopmim.data.decode import MAX_BYTES
+from stopmim.data.remote.attempt import About, MissingError, RemoteError
+from stopmim.data.remote.fetch import fetch, look, patience
 
 DEFAULT_GB = 50.0
 WRONG = 3  # wrong checksums in a row before it fails: one transfer may be damaged, but not all
 MOST_RECORD = 1_000_000  # bytes of a file that records a fetched one
-MAX_IMAGE = 2**30  # bytes of a file that is one image
 POLL = 0.05  # seconds between looks at a file that another process fetches
 
 
@@ -122,7 +121,7 @@ def hold(remote: Remote) -> Held:
             if remote.about.size > budget():
                 what = f"{remote.about.size} bytes, more than the budget of {budget()} bytes"
                 raise RemoteError(f"{remote.url}: {what}; raise STOPMIM_REMOTE_GB")
-            with _untimed(), _part(path, remote) as part:
+            with _part(path, remote) as part:
                 if part and not path.exists():
                     _make_room(place, remote.about.size)
                     _complete(remote, part, keep)
@@ -151,19 +150,6 @@ def _open(path: Path, size: int) -> Held | None:
     with contextlib.suppress(OSError):  # of another user
         os.utime(descriptor)  # the time of its last use
     return held
-
-
-@contextlib.contextmanager
-def _untimed() -> Iterator[None]:
-    """Suspends the timeout of a worker for one image: fetching has limits of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 @contextlib.contextmanager
@@ -230,8 +216,8 @@ def _complete(remote: Remote, part: BufferedRandom, keep: bool) -> None:
 
 def look_at_image(url: str) -> About:
     about = look(url)
-    if about.size > MAX_IMAGE:
-        raise MissingError(f"{url}: more than {MAX_IMAGE} bytes")
+    if about.size > MAX_BYTES:
+        raise MissingError(f"{url}: more than {MAX_BYTES} bytes")
     return about
 
 

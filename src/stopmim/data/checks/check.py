@@ -14,9 +14,9 @@ from stopmim.base.console import duration
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.tables import counted
 from stopmim.config.schema import Config
-from stopmim.data.content import Comparison, compare_content
-from stopmim.data.duplicates import groups
-from stopmim.data.facts import Copies, Facts, find_copies, inspect_images
+from stopmim.data.checks.duplicates import groups
+from stopmim.data.checks.facts import Copies, Facts, find_copies, inspect_images
+from stopmim.data.checks.hashes import Comparison, compare_content
 from stopmim.data.images import Images
 from stopmim.data.order import evenly_spaced
 from stopmim.data.skip import both_without_skipped, check_writable, without_skipped, write_list

@@ -64,18 +64,15 @@ def near_duplicates(thumbnails: np.ndarray, among: np.ndarray | None = None) -> 
     like no other.
     """
     among = np.arange(len(thumbnails)) if among is None else among
-    shown = [block[thumbnails[block].std(axis=(1, 2)) >= FLAT] for block in _blocks(among)]
-    return _search(thumbnails, np.concatenate([np.empty(0, np.int64), *shown]))
-
-
-def _search(thumbnails: np.ndarray, shown: np.ndarray) -> np.ndarray:
+    parts = [block[thumbnails[block].std(axis=(1, 2)) >= FLAT] for block in _blocks(among)]
+    shown = np.concatenate([np.empty(0, np.int64), *parts])
     found = [np.empty((0, 2), np.int64)]
     if len(shown) > 1:
         found.append(_average(thumbnails, shown))
         standard = _standard(thumbnails, shown)
-        index = _index(thumbnails, shown, standard)
+        tables = _tables(thumbnails, shown, standard)
         for block in _blocks(shown):
-            pairs, similarity = _candidates(thumbnails, block, standard, index)
+            pairs, similarity = _candidates(thumbnails, block, standard, tables)
             found.append(pairs[similarity >= SIMILAR])
             for batch in _blocks(pairs[similarity < SIMILAR], BLOCK // 8):
                 crops = _describe(thumbnails[batch[:, 0]], _FINE, standard)
@@ -183,7 +180,7 @@ def _similarity(crops: np.ndarray, images: np.ndarray, standard: Standard) -> np
 # --------------------------------------------------------------------------------- candidates
 
 
-class Index(NamedTuple):
+class HashTables(NamedTuple):
     """Images by their hashes, in `TABLES` tables with 2**b buckets each."""
 
     images: np.ndarray  # (N,) numbers of those indexed
@@ -199,7 +196,7 @@ def _signs(described: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return signs.astype(np.float32), np.packbits(signs, axis=-1).view(np.uint64)[..., 0]
 
 
-def _index(thumbnails: np.ndarray, shown: np.ndarray, standard: Standard) -> Index:
+def _tables(thumbnails: np.ndarray, shown: np.ndarray, standard: Standard) -> HashTables:
     # About as many buckets as images. Keys must be exact in float32.
     bits = int(np.clip(np.log2(len(shown)).round(), 8, 20))
     rng = numpy_generator("near-duplicates", 0)
@@ -215,18 +212,18 @@ def _index(thumbnails: np.ndarray, shown: np.ndarray, standard: Standard) -> Ind
     order = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
     buckets = np.arange(2**bits + 1)
     start = [np.searchsorted(key[o], buckets) for key, o in zip(keys, order, strict=True)]
-    return Index(shown, hashes, select, order, np.stack(start).astype(np.int32))
+    return HashTables(shown, hashes, select, order, np.stack(start).astype(np.int32))
 
 
 def _candidates(
-    thumbnails: np.ndarray, block: np.ndarray, standard: Standard, index: Index
+    thumbnails: np.ndarray, block: np.ndarray, standard: Standard, tables: HashTables
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pairs (P, 2) of an image of `block` and one that may be a copy or a crop of it.
 
     Also returns their similarities (P,), at least `ROUGHLY`, by a coarse choice of crops.
     """
     crops = _describe(thumbnails[block], _COARSE, standard).reshape(-1, len(_KEPT))
-    apart, query, other = _meet(*_signs(crops), index)
+    apart, query, other = _meet(*_signs(crops), tables)
     image = block[query // len(_COARSE) ** 2]
     # Each pair once, with its most similar crop; then the nearest of each image.
     order = np.lexsort((apart, other, image))
@@ -242,21 +239,22 @@ def _candidates(
     return np.stack([image, other], axis=1)[order[rough >= ROUGHLY]], rough[rough >= ROUGHLY]
 
 
-def _meet(signs: np.ndarray, hashes: np.ndarray, index: Index) -> np.ndarray:
+def _meet(signs: np.ndarray, hashes: np.ndarray, tables: HashTables) -> np.ndarray:
     """Looks up signs (Q, BITS) and their hashes (Q,) in all tables.
 
     Returns (3, P): the number of signs in which they differ, the query, and the image it met.
     """
     found = []
-    for key, order, start in zip((signs @ index.select).T, index.order, index.start, strict=True):
+    keys = (signs @ tables.select).T
+    for key, order, start in zip(keys, tables.order, tables.start, strict=True):
         bucket = key.astype(np.int32)
         begin, counts = start[bucket], np.minimum(start[bucket + 1] - start[bucket], BUCKET)
         query = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(query)) - np.repeat(np.cumsum(counts) - counts, counts)
         other = order[begin[query] + within]
-        apart = np.bitwise_count(hashes[query] ^ index.hashes[other])
+        apart = np.bitwise_count(hashes[query] ^ tables.hashes[other])
         near = apart <= APART
-        found.append(np.stack([apart[near], query[near], index.images[other[near]]]))
+        found.append(np.stack([apart[near], query[near], tables.images[other[near]]]))
     return np.concatenate(found, axis=1)
 
 

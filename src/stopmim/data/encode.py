@@ -32,7 +32,8 @@ class FileEncoder:
     """
 
     def __init__(self, watched: Watched, size: int | None, quality: int) -> None:
-        self.watched, self.size, self.quality = watched, size, quality
+        self.images, self.watched = watched.images, watched
+        self.size, self.quality = size, quality
 
     def __call__(self, numbers: list[int]) -> list[Encoded]:
         return [self._one(number) for number in numbers]

@@ -1,0 +1,1 @@
+"""Reading every image once, to report problems: facts, copies, recorded hashes."""

@@ -1,0 +1,1 @@
+"""Files at URLs: requests, retries, local copies, and fetching before they are needed."""
