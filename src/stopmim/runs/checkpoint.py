@@ -34,7 +34,7 @@ from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import shards
-from stopmim.runs.identity import About, foreign, read_about
+from stopmim.runs.identity import about_if_any, foreign
 
 State = dict[str, Tensor]
 Found = TypeVar("Found")
@@ -83,7 +83,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         passed.add(path)
         try:
             problem = verify(path) or misnamed(path)
-            other = None if problem else foreign(_about(run), state(path))
+            other = None if problem else foreign(about_if_any(run), state(path))
         except LaterFormatError:
             raise
         except (CheckpointError, FileNotFoundError) as error:
@@ -99,14 +99,6 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, damaged
     return None, damaged
-
-
-def _about(run: Path) -> About:
-    """run.json, or {} if it is unreadable, which matters to a resumed run alone."""
-    try:
-        return read_about(run)
-    except CheckpointError:
-        return {}
 
 
 def newest_intact(run: Path) -> Path:

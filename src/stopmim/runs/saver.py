@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stopmim._version import __version__
 from stopmim.base.console import warn
-from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError
+from stopmim.base.errors import NonFiniteError, StorageError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import remove, sync, write_whole
 from stopmim.config.schema import Config
@@ -42,7 +42,7 @@ from stopmim.runs.checkpoint import (
     sha256,
     sweep,
 )
-from stopmim.runs.identity import About, binding, read_about
+from stopmim.runs.identity import About, about_if_any, binding
 from stopmim.runs.lock import Place, place_of
 from stopmim.runs.logs import Log
 from stopmim.runs.shards import Staged
@@ -79,10 +79,7 @@ class Saver:
     staged: Staged | None = field(init=False, default=None)  # pieces that other ranks have written
 
     def __post_init__(self) -> None:
-        try:
-            self.about = read_about(self.run) if self.writes else {}
-        except CheckpointError:  # there is no run.json: a saver without a run
-            self.about = {}
+        self.about = about_if_any(self.run) if self.writes else {}
 
     @property
     def is_due(self) -> bool:
