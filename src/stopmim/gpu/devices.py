@@ -36,15 +36,6 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def compiles_itself(setting: str, device: torch.device, static: bool) -> bool:
-    """Whether `runtime.compile` is auto and resolves to on.
-
-    It does so only on a GPU, since a CPU machine may have no compiler, and only for masks of
-    `static` shapes: those of the released sampler change at every step.
-    """
-    return setting == "auto" and device.type == "cuda" and static
-
-
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function` compiled for fixed shapes, one graph per size of target block."""
     # torch gives up a function after 8 graphs; grids finer than 16x16 have more block sizes.

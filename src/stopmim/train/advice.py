@@ -14,6 +14,7 @@ import torch
 
 from stopmim.base.console import is_first_rank, say, warn
 from stopmim.base.errors import UserError
+from stopmim.base.tables import spoken
 from stopmim.config.presets import ENOUGH, PRESETS
 from stopmim.config.schema import Config
 from stopmim.data.channels import Form
@@ -32,7 +33,6 @@ from stopmim.train.plan import (
     known_preset,
     machine,
     plan_run,
-    spoken,
 )
 
 LARGER = {"photos_s16": "photos_b16"}

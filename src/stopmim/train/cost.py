@@ -5,6 +5,7 @@ and a few images read from the data set.
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -129,6 +130,7 @@ def free_memory(device: torch.device) -> float:
 # ------------------------------------------------------------------------------ the time
 
 
+@functools.cache
 def seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
     """Measures an update on `device` and adds the time to read its images.
 
@@ -191,7 +193,7 @@ def trial_update(
     def prepared() -> Iterator[Part]:
         for m, part in zip(masks, parts, strict=True):
             noise = draw_noise(model.predictor, m, part, config, step, amp or torch.float32)
-            yield model.target.batch(images, m, sizes and sizes.target), noise
+            yield model.target.batch(images, m, sizes), noise
 
     def update() -> None:
         make(prepared(), now, graphs)

@@ -7,11 +7,13 @@ run that was killed and resumed equals one that was not.
 import contextlib
 import math
 import traceback
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stopmim.base.console import Ticker, busy, say, warn
 from stopmim.base.errors import (
@@ -48,8 +50,8 @@ from stopmim.train.images import open_for_run
 from stopmim.train.mirror import mirror
 from stopmim.train.optimizer import adamw
 from stopmim.train.plan import first_config
-from stopmim.train.progress import Clock, Progress, announce, logged, peak_memory
-from stopmim.train.rates import rates
+from stopmim.train.progress import Clock, Progress, announce, peak_memory
+from stopmim.train.rates import Rates, rates
 from stopmim.train.step import Step, build_step, is_recorded, recorded
 from stopmim.train.trouble import (
     can_halve,
@@ -184,18 +186,8 @@ def train(
             if (log or save or device.type == "cpu") and bool(run.function.broken):
                 raise not_finite(path, step + 1 - int(run.function.broken), run.function.guard)
             if log:
-                line: dict[str, Any] = {"step": step, "epoch": step / run.per_epoch}
-                line |= logged(run.model, now)
-                # JSON has neither NaN nor infinity; gradients scaled for fp16 overflow at times.
-                seen = {name: float(value) for name, value in values.items()}
-                line |= {name: value for name, value in seen.items() if math.isfinite(value)}
-                if (skipped := int(seen.get("skipped", 0))) > run.skipped:
-                    run.skipped = skipped
-                    warn(f"{path}: {skipped} updates skipped up to step {step}")
-                if run.config is not config:  # parts were halved
-                    line |= {"accumulate": run.config.runtime.accumulate}
-                line |= norms(run.model) | clock.read(step, config.optim.batch_size)
-                line |= peak_memory(device)
+                line = run.line(step, values, now)  # waits for the device
+                line |= clock.read(step, config.optim.batch_size) | peak_memory(device)
                 line |= run.health.measure(run.model) if run.health and examine else {}
                 line |= {"random_init": run.untrained} if step == 1 and run.untrained else {}
                 if run.metrics:  # on rank 0; `show` mirrors the lines elsewhere
@@ -273,6 +265,7 @@ class _Training:
         self.saver.step = self.step
         self.watch = Watch(Run(path).metrics)
         self.skipped = 0  # skipped updates that were reported
+        self.halved: dict[str, int] = {}  # parts of a batch since memory ran out, for the log
         self.reading = contextlib.ExitStack()  # closes what reads images
 
     def close(self) -> None:
@@ -287,12 +280,26 @@ class _Training:
         batches = loader(reader.images, config, self.step, device=device, **where, reader=reader)
         self.reading.enter_context(contextlib.closing(batches))
         beside = self.graphs.beside if self.graphs else contextlib.nullcontext
-        return Draws(model, config, batches, self.parts, bad_files, amp=self.amp, beside=beside)
+        return Draws(model, config, batches, self.parts, bad_files, beside)
+
+    def line(self, step: int, values: Mapping[str, Tensor], now: Rates) -> dict[str, Any]:
+        """Facts about update `step` for the log: its rates, the `values` it returned, and norms."""
+        line: dict[str, Any] = {"step": step, "epoch": step / self.per_epoch} | now._asdict()
+        if not self.model.target.follows:
+            del line["momentum"]
+        # JSON has neither NaN nor infinity; gradients scaled for fp16 overflow at times.
+        seen = {name: float(value) for name, value in values.items()}
+        line |= {name: value for name, value in seen.items() if math.isfinite(value)}
+        if (skipped := int(seen.get("skipped", 0))) > self.skipped:
+            self.skipped = skipped
+            warn(f"{self.path}: {skipped} updates skipped up to step {step}")
+        return line | self.halved | norms(self.model)
 
     def halve(self) -> None:
         """Continues with parts of half the size: the same samples, masks and noise."""
         parts = more_parts(self.config, self.world.size)
         self.config = override(self.config, {"runtime.accumulate": parts})
+        self.halved = {"accumulate": parts}
         self.parts = self._parts()
         self.graphs = None  # of the larger parts
         self.function.cut(len(self.parts))

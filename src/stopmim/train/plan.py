@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
-from stopmim.base.tables import counted
+from stopmim.base.tables import counted, spoken
 from stopmim.config.architectures import printed
 from stopmim.config.presets import PRESETS, Preset
 from stopmim.config.schema import Config, OptimConfig, flatten
@@ -61,7 +60,7 @@ class Plan:
         # The number of updates does not change one of them: alternatives share a measurement.
         optim = OptimConfig(batch_size=self.config.optim.batch_size)
         config = self.config.model_copy(update={"optim": optim})
-        return self.updates * _seconds_per_update(config, self.facts, self.device)
+        return self.updates * cost.seconds_per_update(config, self.facts, self.device)
 
     @property
     def lasts(self) -> str:
@@ -106,11 +105,6 @@ def as_options(changes: Mapping[str, Any]) -> list[str]:
         # A list as [...]: only pairs may be several words.
         words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return words
-
-
-@cache
-def _seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
-    return cost.seconds_per_update(config, facts, device)
 
 
 # ------------------------------------------------------------------------------ choosing
@@ -230,12 +224,3 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "one CPU core" if cores() == 1 else f"{cores()} CPU cores"
-
-
-def spoken(seconds: float) -> str:
-    """A duration as people say it: "40 seconds", "6 minutes", "3 hours"."""
-    for unit, size, upto in (("second", 1, 90), ("minute", 60, 90), ("hour", 3600, 48)):
-        if seconds < upto * size:
-            number = max(1, round(seconds / size))
-            return f"{number} {unit}{'s' if number > 1 else ''}"
-    return f"{round(seconds / 86400):,} days"
