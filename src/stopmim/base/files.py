@@ -102,7 +102,8 @@ class Count(NamedTuple):
     old: int  # lines without a check
 
 
-def count_lines(lines: Sequence[Line]) -> Count:
+def count_lines(lines: Sequence[Line], expected: int = 0) -> Count:
+    """Counts the lines of a file that had `expected` of them, or more."""
     damaged = missing = following = old = 0
     for line in lines:
         damaged += line.tree is None
@@ -111,7 +112,8 @@ def count_lines(lines: Sequence[Line]) -> Count:
             missing += max(0, line.number - following)
             following = max(following, line.number)
         following += 1
-    return Count(damaged, missing, following, old)
+    missing += max(0, expected - following)
+    return Count(damaged, missing, max(following, expected), old)
 
 
 def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:

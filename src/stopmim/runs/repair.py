@@ -177,8 +177,7 @@ class Repair:
         if not self.dry_run and any(line.tree is None for line in lines):
             lines = self.without_damage(file)
         bad = [line for line in lines if line.tree is None]
-        count = count_lines(lines)
-        missing = count.missing + max(0, logged - count.following)
+        missing = count_lines(lines, logged).missing
         if bad:
             self.say("moved", f"{counted(len(bad), 'damaged line')} of {name} to {ASIDE}/{name}")
         if missing:

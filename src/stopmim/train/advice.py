@@ -15,7 +15,7 @@ import torch
 from stopmim.base.console import is_first_rank, say, warn
 from stopmim.base.errors import UserError
 from stopmim.base.tables import spoken
-from stopmim.config.presets import ENOUGH, PRESETS
+from stopmim.config.presets import ENOUGH, known_preset
 from stopmim.config.schema import Config
 from stopmim.data.channels import Form
 from stopmim.data.images import Images
@@ -30,7 +30,6 @@ from stopmim.train.plan import (
     as_options,
     choose,
     first_config,
-    known_preset,
     machine,
     plan_run,
 )
@@ -117,7 +116,7 @@ def warnings(plan: Plan) -> list[str]:
     lines, size, suits = list[str](), config.image_size, choose(facts, plan.device)
     if not plan.per_epoch:
         return [f"{facts.count} images do not fill one batch of {config.optim.batch_size}"]
-    known = PRESETS.get(plan.preset)
+    known = known_preset(plan.preset)
     if on_cpu and known and known.needs.hardware != "CPU":
         lines.append(
             f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "

@@ -99,7 +99,7 @@ def pretrain(
                 config = advice.settle(preset, changes, images, device, path, world.size)
                 config = with_parts_of(path, config)  # if they did not fit into memory before
                 if world.first:
-                    announce(path, images, config, preset, world)
+                    announce(path, images, config, preset, device, world.size)
                 with Reader(images, config).running() as reader:  # before memory fills up
                     train(reader, source, path, config, stop_at, world)
             except UserError:  # one line for the user, nothing to debug

@@ -20,7 +20,7 @@ from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.tables import counted, spoken
 from stopmim.config.architectures import printed
-from stopmim.config.presets import PRESETS, Preset
+from stopmim.config.presets import known_preset
 from stopmim.config.schema import Config, OptimConfig, flatten
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
@@ -124,7 +124,7 @@ def first_config(
     `out` is the directory of a run that is about to start or to be resumed.
     """
     if preset is None and out and (out / "run.json").exists():  # nothing is chosen again
-        return configure(Run(out).config, dict(changes))
+        return configure(Run(out).config, changes)
     wrong, on_cpu = list[UserError](), dict(flatten(changes)).get("runtime.device") == "cpu"
     kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
     for name in CANDIDATES[kind] if preset is None else (preset,):
@@ -146,18 +146,16 @@ def plan_run(
     ranks: int = 1,
 ) -> Plan:
     """Settles what depends on the images and the machine; `out` may be a run to resume."""
-    crops = dict(flatten(changes)).get("data.crops_per_image")
+    given = dict(flatten(changes))
+    crops = given.get("data.crops_per_image")
     if isinstance(crops, int) and crops > 1:  # an epoch has so many times the samples
         facts = replace(facts, count=crops * facts.count, read_seconds=facts.read_seconds / crops)
     resumed = Run(out).config if out and (out / "run.json").exists() else None
-    if preset is None and resumed:
-        return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)
     chosen = choose(facts, device) if preset is None else preset
     config, known = _config(chosen, changes, facts.count), known_preset(chosen)
     if known and known.scales:
         now = resumed.runtime.model_dump() if resumed else _runtime(config, device, ranks)
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
-        given = dict(flatten(changes))
         config = configure(config, {key: n for key, n in settled.items() if key not in given})
     if not facts.seen.is_rgb and config.data.channels is None:
         found = {"data.channels": facts.seen.channels, "data.kind": facts.seen.kind}
@@ -190,18 +188,13 @@ def dry_config(
     return first_config(preset, changes)
 
 
-def known_preset(preset: str | Path | Config | None) -> Preset | None:
-    """The preset of that name, if it is one."""
-    return None if isinstance(preset, Config) else PRESETS.get(str(preset))
-
-
 def _config(
     preset: str | Path | Config, changes: Mapping[str, Any], count: int, to_train: bool = False
 ) -> Config:
     known = known_preset(preset)
     if known and known.scales:
         return configure(known.for_images(count, changes))
-    return configure(preset, dict(changes), to_train=to_train)
+    return configure(preset, changes, to_train=to_train)
 
 
 def _runtime(config: Config, device: torch.device, ranks: int) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.data.images import Images
 from stopmim.data.loading import steps_per_epoch
-from stopmim.gpu.devices import choose_device
-from stopmim.train.distributed import World
 
 REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
 SURE = 5.0  # seconds of updates before the end is predicted
@@ -26,10 +24,14 @@ FULL = 0.95  # share of main memory in use above which a warning is due
 
 
 def announce(
-    path: Path, images: Images, config: Config, preset: str | Path | Config | None, world: World
+    path: Path,
+    images: Images,
+    config: Config,
+    preset: str | Path | Config | None,
+    device: torch.device,
+    ranks: int,
 ) -> None:
     """Prints images, network, preset, updates and device; nothing if the run is finished."""
-    device = choose_device(config.runtime.device, world.local_rank)
     updates = config.optim.epochs * steps_per_epoch(images, config)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = f" ({Path(preset).name})" if isinstance(preset, str | Path) else ""
@@ -37,7 +39,7 @@ def announce(
         say(
             f"{counted(len(images), 'image')}, {printed(config.arch)} at "
             f"{config.image_size} px{named}, {counted(updates, 'update')} on "
-            f"{f'{world.size} x ' if world.size > 1 else ''}{chip}"
+            f"{f'{ranks} x ' if ranks > 1 else ''}{chip}"
         )
 
 
