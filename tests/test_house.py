@@ -43,7 +43,7 @@ weights.load weights.inspect weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
 train train.distributed train.mirror train.rates train.optimizer train.channels
 train.progress train.guard train.step train.draws train.cost train.plan train.slurm train.advice
-train.trouble train.images train.loop
+train.training train.trouble train.images train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
 evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune

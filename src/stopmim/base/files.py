@@ -56,8 +56,7 @@ def parse_jsonl(path: Path) -> list[Line]:
     # Converted line endings are no damage.
     found = (text.removesuffix(b"\r") for text in data.split(b"\n"))
     lines = [_parse(text) for text in found if text.strip()]
-    checks = [line.old for line in lines if line.number is not None]
-    left = max(checks) if checks else len(lines)
+    left = max((line.old for line in lines if line.number is not None), default=len(lines))
     for i, line in enumerate(lines):
         if line.tree is not None and line.number is None:
             left -= 1
