@@ -122,13 +122,13 @@ def train(
         received.nothing_to_save = True
         while step < total:
             ### One update
-            run.step, run.function.settled = step, True  # a failure from here on can be saved
+            run.step, run.update.settled = step, True  # a failure from here on can be saved
             now = rates(config.optim, step, run.per_epoch)  # functions of the step alone
             run.model.predictor.positions.at_step(step, run.per_epoch)
             values = None
             try:
                 # On the device: nothing waits yet.
-                values = run.function(draws.at(step), now, run.graphs)
+                values = run.update(draws.at(step), now, run.graphs)
             except Exception as error:
                 if not can_halve(run, error):
                     raise
@@ -136,7 +136,7 @@ def train(
                 halve(run)
                 draws = run.draws()
                 continue
-            run.function.settled = False  # until this update is logged
+            run.update.settled = False  # until this update is logged
             step += 1
             received.nothing_to_save = False
             faultpoint("step.end")
@@ -160,8 +160,8 @@ def train(
                 save |= number > 0 or due[0]  # by the clock of rank 0
             run.saver.finish(wait=False)  # reports one that has failed
             # Reading the flag waits for the device, so a GPU is asked only where it waits anyway.
-            if (log or save or device.type == "cpu") and bool(run.function.broken):
-                raise not_finite(path, step + 1 - int(run.function.broken), run.function.guard)
+            if (log or save or device.type == "cpu") and bool(run.update.broken):
+                raise not_finite(path, step + 1 - int(run.update.broken), run.update.guard)
             if log:
                 line = run.line(step, values, now)  # waits for the device
                 line |= clock.read(step, config.optim.batch_size) | peak_memory(device)

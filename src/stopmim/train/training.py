@@ -42,7 +42,6 @@ class Training:
         self.path, self.config, self.reader, self.world = path, config, reader, world
         agree(world, config, images.fingerprint)
         self.device = device = choose_device(runtime.device, world.local_rank)
-        self.amp = choose_precision(runtime.precision, device)
         self.per_epoch = steps_per_epoch(images, config)  # updates
         self.total = config.optim.epochs * self.per_epoch
         set_threads(path, runtime.threads)  # a resumed run sums in the order of its first start
@@ -58,7 +57,8 @@ class Training:
         with busy("measuring the untrained network"):
             self.health = None
             if self.health_every:
-                self.health = Health(images, config, device, self.amp, reader)
+                amp = choose_precision(runtime.precision, device)
+                self.health = Health(images, config, device, amp, reader)
             self.untrained = self.health.measure(model) if self.health and fresh else None
         # DDP, FSDP2, or the step itself where that is recorded; `model` if alone.
         self.is_recorded = is_recorded(config, device, world)
@@ -66,7 +66,7 @@ class Training:
         optimizer = adamw(model, config.optim)
         # This rank's images as slices of the global batch, one slice per gradient accumulation.
         self.parts = self._parts()
-        self.function = step = build_step(
+        self.update = step = build_step(
             model, optimizer, config, device, n_parts=len(self.parts), world=world, wrapped=wrapped
         )
         self.graphs = recorded(step, device) if self.is_recorded else None
@@ -119,10 +119,10 @@ class Training:
         self.halved = {"accumulate": parts}
         self.parts = self._parts()
         self.graphs = None  # of the larger parts
-        self.function.cut(len(self.parts))
+        self.update.cut(len(self.parts))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.graphs = recorded(self.function, self.device) if self.is_recorded else None
+        self.graphs = recorded(self.update, self.device) if self.is_recorded else None
 
     def _parts(self) -> list[slice]:
         runtime, world = self.config.runtime, self.world

@@ -49,7 +49,7 @@ def saved_if_lost(run: Training, received: Received) -> Iterator[None]:
 def _save(run: Training) -> bool:
     """Saves the last update if possible; returns whether its checkpoint exists."""
     alone = run.world.size == 1 or run.config.runtime.parallel == "ddp"
-    if not (run.world.first and alone and run.function.settled) or run.function.broken:
+    if not (run.world.first and alone and run.update.settled) or run.update.broken:
         return False
     if run.saver.step < run.step:
         try:
@@ -71,7 +71,7 @@ def can_halve(run: Training, error: Exception) -> bool:
     """
     is_asked_for = run.config.runtime.on_oom == "halve" and run.world.size == 1
     parts = more_parts(run.config, 1)
-    return is_asked_for and is_out_of_memory(error) and run.function.settled and parts > 0
+    return is_asked_for and is_out_of_memory(error) and run.update.settled and parts > 0
 
 
 def halve(run: Training) -> None:
