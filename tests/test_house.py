@@ -18,7 +18,7 @@ _version
 base base.errors base.faults base.memory base.causes base.pictures base.random_keys base.schedules
 base.signals base.streams base.tables base.waiting base.files base.sandbox base.secrets base.console
 config.architectures config.yaml_text config.section config.data config.schema config config.presets
-gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.kernels.attention gpu.kernels.gelu
+gpu gpu.devices gpu.copies gpu.cuda_graphs gpu.kernels gpu.kernels.attention gpu.kernels.gelu
 gpu.kernels.norm gpu.kernels.blockwise gpu.kernels.adamw gpu.sharding gpu.attention gpu.blocks
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss

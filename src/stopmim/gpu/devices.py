@@ -1,4 +1,4 @@
-"""Device, precision and compilation of a run."""
+"""Device, its memory, precision and compilation of a run."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -6,6 +6,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from stopmim.base.errors import UserError
+from stopmim.base.memory import Memory, main_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,6 +25,11 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def memory_of(device: torch.device) -> Memory | None:
+    """Memory of a GPU, or main memory; None where the system does not report it."""
+    return Memory(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else main_memory()
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:

@@ -258,12 +258,12 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
-    if bad := not_finite(own):  # a float64 may be too large for float32
+    if bad := first_not_finite(own):  # a float64 may be too large for float32
         raise CheckpointError(f"{source}: {bad} has values that are not finite")
     module.load_state_dict(own, assign=True)
 
 
-def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+def first_not_finite(weights: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a value that is not finite, or None."""
     return next((key for key, value in weights.items() if not value.isfinite().all()), None)
 

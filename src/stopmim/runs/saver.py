@@ -35,9 +35,9 @@ from stopmim.runs.checkpoint import (
     FORMAT,
     TEMPORARY,
     State,
+    first_not_finite,
     gathered,
     live,
-    not_finite,
     prune,
     sha256,
     sweep,
@@ -102,7 +102,7 @@ class Saver:
         if sharded := any(map(is_sharded, states[0].values())):
             if self.config.runtime.checkpoints == "sharded":
                 states = shards.local(states)
-                self.staged = shards.stage(where, states, not_finite(states[0]))
+                self.staged = shards.stage(where, states, first_not_finite(states[0]))
             else:
                 states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
@@ -232,7 +232,7 @@ class Saver:
                 faultpoint("save.staged")
             for name, state in zip(("model", "optimizer"), states, strict=True):
                 tensors = on_host(state, ready)
-                if name == "model" and (bad := not_finite(tensors)):
+                if name == "model" and (bad := first_not_finite(tensors)):
                     raise _not_finite(run, step, bad)
                 faultpoint("save.host")
                 save_file(tensors, temporary / f"{name}.safetensors")

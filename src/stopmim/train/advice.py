@@ -55,9 +55,9 @@ def settle(
     """The config of a run on `images`; prints the preset it chose, and warnings."""
     known, resumed = known_preset(preset), (out / "run.json").exists()
     slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
-    fixed = resumed if preset is None else not known or not (known.scales or slow)
     first = first_config(preset, changes, out)
-    if fixed:
+    is_new_choice = preset is None and not resumed
+    if not (is_new_choice or (known and (known.scales or slow))):
         return first
     seen = Form(first.data.channels or RGB.channels, first.data.kind or RGB.kind)  # by then settled
     found = plan_run(preset, changes, cost.look(images, seen), device, out, ranks)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
@@ -27,7 +26,7 @@ from stopmim.data.images import Images, open_image
 from stopmim.data.rasters.raster import MOST, bytes_of
 from stopmim.data.rasters.windows import read_sample
 from stopmim.data.workers import cores, default_workers
-from stopmim.gpu.devices import choose_precision
+from stopmim.gpu.devices import choose_precision, memory_of
 from stopmim.method.build import build, build_sampler, build_target, draw_masks
 from stopmim.method.masks import Masks
 from stopmim.train.draws import draw_noise
@@ -121,10 +120,8 @@ def memory(config: Config, device: torch.device) -> float:
 
 def free_memory(device: torch.device) -> float:
     """Bytes that an update may use."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    memory = main_memory()
-    return float(memory.free) if memory else math.inf  # the system does not say
+    memory = memory_of(device)
+    return memory.free if memory else math.inf
 
 
 # ------------------------------------------------------------------------------ the time

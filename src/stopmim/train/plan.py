@@ -129,9 +129,7 @@ def first_config(
     kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
     for name in CANDIDATES[kind] if preset is None else (preset,):
         try:
-            known = known_preset(name)
-            count = known.cost.images if known else 0
-            return _config(name, changes, count, to_train=out is not None)
+            return _config(name, changes, to_train=out is not None)
         except UserError as error:
             wrong.append(error)
     raise wrong[0]  # no candidate takes these changes
@@ -189,10 +187,15 @@ def dry_config(
 
 
 def _config(
-    preset: str | Path | Config, changes: Mapping[str, Any], count: int, to_train: bool = False
+    preset: str | Path | Config,
+    changes: Mapping[str, Any],
+    count: int | None = None,
+    to_train: bool = False,
 ) -> Config:
+    """The config for `count` images, by default as many as the preset was measured with."""
     known = known_preset(preset)
     if known and known.scales:
+        count = known.cost.images if count is None else count
         return configure(known.for_images(count, changes))
     return configure(preset, changes, to_train=to_train)
 
