@@ -23,6 +23,7 @@ from stopmim.data.loading import Reader
 from stopmim.data.sources.open import keep_outside
 from stopmim.gpu.devices import choose_device
 from stopmim.runs.lock import claimed
+from stopmim.runs.logs import BadFiles
 from stopmim.runs.run import Run
 from stopmim.train import advice
 from stopmim.train.channels import settle_channels
@@ -108,7 +109,8 @@ def train(
         return
     if stop_at is not None and step >= stop_at:
         return
-    bad_files, draws = run.bad_files, run.draws()
+    bad_files = BadFiles(path, len(images), config.data.max_bad)
+    draws = run.draws(bad_files)
     run.model.train()
     with (
         mirror(runtime.mirror if world.first else "none", path, step) as show,
@@ -134,7 +136,7 @@ def train(
                     raise
             if values is None:  # outside `except`, since the error holds on to memory
                 halve(run)
-                draws = run.draws()
+                draws = run.draws(bad_files)
                 continue
             run.update.settled = False  # until this update is logged
             step += 1

@@ -75,7 +75,6 @@ class Training:
             say(f"{path}: resumes at step {self.step}")
         logged = checkpoint.lines_logged(path / "checkpoints" / f"step-{self.step:08d}")
         self.metrics = Metrics(path, self.step, logged) if world.first else None
-        self.bad_files = BadFiles(path, len(images), config.data.max_bad)
         guard = step.guard.state if step.guard else None
         self.saver = Saver(
             path, model, optimizer, step.scaler, config, world.first, guard, log=self.metrics
@@ -90,7 +89,7 @@ class Training:
         self.saver.close()
         self.reading.close()
 
-    def draws(self) -> Draws:
+    def draws(self, bad_files: BadFiles) -> Draws:
         """Images, masks and noise from the next update on."""
         model, config, device, reader = self.model, self.config, self.device, self.reader
         where = {"rank": self.world.rank, "world": self.world.size}
@@ -98,7 +97,7 @@ class Training:
         batches = loader(reader.images, config, self.step, device=device, **where, reader=reader)
         self.reading.enter_context(contextlib.closing(batches))
         beside = self.graphs.beside if self.graphs else contextlib.nullcontext
-        return Draws(model, config, batches, self.parts, self.bad_files, beside)
+        return Draws(model, config, batches, self.parts, bad_files, beside)
 
     def line(self, step: int, values: Mapping[str, Tensor], now: Rates) -> dict[str, Any]:
         """Facts about update `step` for the log: its rates, the `values` it returned, and norms."""
