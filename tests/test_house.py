@@ -18,7 +18,7 @@ _version
 base base.errors base.faults base.memory base.causes base.pictures base.random_keys base.schedules
 base.signals base.streams base.tables base.waiting base.files base.sandbox base.secrets base.console
 config.architectures config.yaml_text config.section config.data config.schema config config.presets
-gpu gpu.copies gpu.cuda_graphs gpu.devices gpu.kernels gpu.kernels.attention gpu.kernels.gelu
+gpu gpu.devices gpu.copies gpu.cuda_graphs gpu.kernels gpu.kernels.attention gpu.kernels.gelu
 gpu.kernels.norm gpu.kernels.blockwise gpu.kernels.adamw gpu.sharding gpu.attention gpu.blocks
 method method.masks method.positions method.encoder method.predictor method.model method.build
 method.loss
@@ -41,9 +41,9 @@ weights.formats.data2vec weights.formats.huggingface weights.formats.mae weights
 weights.formats.plain_vit weights.formats.run weights.formats.stop_ijepa weights.formats.timm
 weights.load weights.inspect weights.push weights.export
 health health.log health.measure health.reference health.rules health.doctor
-train train.distributed train.mirror train.rates train.slurm train.optimizer train.channels
-train.progress train.guard train.step train.draws train.cost train.plan train.advice train.trouble
-train.images train.loop
+train train.distributed train.mirror train.rates train.optimizer train.channels
+train.progress train.guard train.step train.draws train.cost train.plan train.slurm train.advice
+train.training train.trouble train.images train.loop
 evals evals.cache evals.knn evals.lowshot evals.randaugment evals.regions evals.results evals.paired
 evals.views evals.showing evals.features evals.adapter evals.recipes evals.feature_files evals.heads
 evals.request evals.propagation evals.tracking evals.inputs evals.linear evals.finetune

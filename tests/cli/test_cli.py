@@ -437,7 +437,7 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(
     def broken(*_: object) -> None:
         raise AssertionError("this cannot happen")
 
-    monkeypatch.setattr("stopmim.train.loop.build", broken)
+    monkeypatch.setattr("stopmim.train.training.build", broken)
     command = ["pretrain", "scenes:16:24", "--out", str(tmp_path / "run"), *TINY]
     assert main(command) == 1
     assert "internal error: AssertionError: this cannot happen" in capsys.readouterr().err

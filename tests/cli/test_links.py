@@ -113,7 +113,7 @@ def test_a_resumed_run(
         if "bad_files.jsonl" in names:  # an image that cannot be read any more
             broken.write_bytes(b"x" * len(data))
         if "crash-rank0.txt" in names:
-            monkeypatch.setattr("stopmim.train.loop.loader", lambda *_, **__: 1 / 0)
+            monkeypatch.setattr("stopmim.train.training.loader", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 pretrain(images, run, config)
             assert "ZeroDivisionError" in (run / "crash-rank0.txt").read_text()

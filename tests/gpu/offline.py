@@ -92,7 +92,7 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
     targets: dict[Tensor, Tensor]
 
-    def three_passes(self, now: Rates[float], skip: Tensor) -> None:
+    def three_passes(self, now: Rates, skip: Tensor) -> None:
         self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         step_at(self.optimizer, now, skip)
         for p, q in self.targets.items():

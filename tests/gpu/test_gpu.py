@@ -171,7 +171,7 @@ class Trained:
         shape = (size, 3, 64, 64)
         self.images = torch.randn(shape, generator=generator, device=device)
 
-    def update(self, step: int, now: Rates[float] | None = None) -> dict[str, Tensor]:
+    def update(self, step: int, now: Rates | None = None) -> dict[str, Tensor]:
         now = now or rates(self.config.optim, step, 100)
         return self.make(self.prepared(step), now, self.recorder)
 
@@ -181,7 +181,7 @@ class Trained:
         for part, masks in zip(self.parts, every, strict=True):
             of_part = (self.model.predictor, masks, part, self.config, step, self.dtype)
             images = self.images[part].clone()
-            batch = self.model.target.batch(images, masks, sizes and sizes.target)
+            batch = self.model.target.batch(images, masks, sizes)
             yield batch, draw_noise(*of_part)
 
     @property
@@ -747,7 +747,7 @@ class Updated:
         self.at_once = one_pass(self.model, self.optimizer, torch.bfloat16) if is_fused else None
         self.graphs = CudaGraphs(self.update, torch.device("cuda"))
 
-    def update(self, x: Tensor, skip: Tensor, now: Rates[Tensor]) -> dict[str, Tensor]:
+    def update(self, x: Tensor, skip: Tensor, now: Rates) -> dict[str, Tensor]:
         for i, p in enumerate(p for p in self.model.parameters() if p.requires_grad):
             places = torch.arange(p.numel(), device="cuda").view(p.shape)
             p.grad = torch.sin(x.sum() * (i + 1) + places)

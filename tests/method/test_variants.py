@@ -388,7 +388,7 @@ def test_a_variant_makes_the_same_update_from_a_batch_in_parts(name: str) -> Non
         model, parts = build(config).train(), shares(8, cut)
         batches = [
             (
-                model.target.batch(images[part], masks, sizes and sizes.target),
+                model.target.batch(images[part], masks, sizes),
                 draw_noise(model.predictor, masks, part, config, 5, torch.float32),
             )
             for masks, part in zip(draw_masks(config, 5, parts, CPU), parts, strict=True)

@@ -345,7 +345,7 @@ def test_a_block_that_leaves_out_its_first_tokens_still_looks_at_them() -> None:
 def test_our_kernel_is_asked_only_for_tiles_that_a_gpu_can_hold(
     tokens: int, channels: int, fits: bool
 ) -> None:
-    assert is_short(tokens, channels) == fits
+    assert is_short(tokens, channels, torch.device("cpu")) == fits
 
 
 @pytest.mark.parametrize(

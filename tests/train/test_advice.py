@@ -14,6 +14,7 @@ from PIL import Image
 
 from stopmim import Run, pretrain
 from stopmim.base.errors import UserError
+from stopmim.base.tables import spoken
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
 from stopmim.config.presets import ENOUGH, IMAGENET, PRESETS
@@ -21,7 +22,7 @@ from stopmim.data.workers import cores
 from stopmim.method.build import build_sampler, configure
 from stopmim.train import advice, cost
 from stopmim.train.cost import Facts
-from stopmim.train.plan import CANDIDATES, ROOM, Plan, choose, machine, plan_run, spoken
+from stopmim.train.plan import CANDIDATES, ROOM, Plan, choose, machine, plan_run
 from tiny import NoiseImages
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

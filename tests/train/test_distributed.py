@@ -28,8 +28,7 @@ from stopmim.data.order import batch_keys, shares
 from stopmim.method.build import build, configure, draw_masks
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.masks import MultiBlock
-from stopmim.train import distributed
-from stopmim.train import loop as train
+from stopmim.train import distributed, training
 from stopmim.train import step as update
 from stopmim.train.distributed import joined
 from stopmim.train.draws import draw_noise
@@ -87,8 +86,8 @@ def test_ranks_that_average_gradients_themselves_make_the_same_updates(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
     """As they do on GPUs, where parts are recorded and no hook of DDP can be."""
-    monkeypatch.setattr(train, "is_recorded", lambda *_: True)
-    monkeypatch.setattr(train, "recorded", lambda step, _: step.keep_gradients())
+    monkeypatch.setattr(training, "is_recorded", lambda *_: True)
+    monkeypatch.setattr(training, "recorded", lambda step, _: step.keep_gradients())
     monkeypatch.setattr(DistributedDataParallel, "__init__", None)  # is never made
     config = tiny(optim=LONG, runtime={"accumulate": accumulate})
     train_on(2, tmp_path / "run", config, stop_at=7)
@@ -204,7 +203,7 @@ def note_draws(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
             yield loaded
 
     monkeypatch.setattr(MultiBlock, "at_step", masks)
-    monkeypatch.setattr(train, "loader", numbered)
+    monkeypatch.setattr(training, "loader", numbered)
 
 
 def order_of(config: Config, first: int, rank: int, world: int) -> list[list[tuple[int, int]]]:

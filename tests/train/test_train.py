@@ -44,6 +44,7 @@ from stopmim.runs.lock import claimed
 from stopmim.runs.run import git_state
 from stopmim.train import loop as train
 from stopmim.train import step as update
+from stopmim.train import training
 from stopmim.train.distributed import World
 from stopmim.train.draws import draw_noise
 from stopmim.weights.inspect import identify
@@ -309,7 +310,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
         return models[-1]
 
     monkeypatch.setattr(update, "masked_loss", second_is_nan)
-    monkeypatch.setattr(train, "build", keep)
+    monkeypatch.setattr(training, "build", keep)
     with pytest.raises(NonFiniteError, match="step 6") as caught:
         pretrain(NoiseImages(), tmp_path, tiny())
     assert caught.value.exit_code == 6

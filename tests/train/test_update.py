@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from stopmim.config.schema import OptimConfig
-from stopmim.gpu.devices import compiles_itself
-from stopmim.method.build import build_sampler, configure
+from stopmim.method.build import configure
 from stopmim.method.model import MaskedImageModel
 from stopmim.train.distributed import ALONE, World
 from stopmim.train.optimizer import adamw, advance, one_pass, set_rates, step_at
@@ -27,7 +26,7 @@ from stopmim.train.step import Part, Step, build_step, is_recorded
 OPTIM = OptimConfig(epochs=20, lr=2e-2, start_lr=1e-3, warmup_epochs=5, weight_decay=(0.5, 4.0))
 
 
-def tensors(now: Rates[float]) -> Rates[Tensor]:
+def tensors(now: Rates) -> Rates:
     return Rates(*(torch.tensor(x, dtype=torch.float64) for x in now))
 
 
@@ -192,7 +191,7 @@ def test_a_part_is_worked_on_before_the_next_is_drawn_and_then_is_gone() -> None
 
     step = in_place(model, OPTIM, 4)
 
-    def work(part: Part | None, rates: Rates[float] | Rates[Tensor] | None) -> dict[str, Tensor]:
+    def work(part: Part | None, rates: Rates | None) -> dict[str, Tensor]:
         events.append(f"{'part' if part else ''}{'update' if rates else ''}")
         return step.work(part, rates)
 
@@ -239,24 +238,13 @@ def test_what_a_gpu_records() -> None:
         ({"runtime.parallel": "fsdp"}, ALONE, True),  # there is nothing to shard
         ({"runtime.precision": "fp16"}, ALONE, False),
         ({"runtime.compile": "on"}, pair, False),
+        ({"runtime.compile": "off"}, ALONE, False),
         ({"masking.compat": "released"}, ALONE, False),
     ]
     for changes, world, expected in cases:
         config = configure("vit_b16_stop", {"runtime.precision": "bf16"} | changes)
         assert is_recorded(config, gpu, world) == expected, changes
     assert not is_recorded(configure("vit_b16_stop"), torch.device("cpu"))
-
-
-def test_updates_are_recorded_on_a_gpu_if_that_is_left_to_us_and_never_on_a_cpu() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    own, released = (
-        build_sampler(configure("vit_b16_stop", {"masking.compat": compat}))
-        for compat in ("none", "released")
-    )
-    settings = ("auto", "on", "off")
-    assert [compiles_itself(one, gpu, own.static) for one in settings] == [True, False, False]
-    assert not compiles_itself("auto", gpu, released.static)
-    assert not compiles_itself("auto", cpu, own.static)
 
 
 def test_the_step_of_a_cpu_takes_rates_and_parts() -> None:

@@ -23,9 +23,9 @@ BAR = 24  # columns of the widest bar
 QUIET = 2.0  # seconds before the first sign of life
 BETWEEN = 10.0, 60.0  # seconds between two plain lines, at first and later, to keep logs short
 UNUSUAL = 20  # times slower than usual ...
+SLOW = 1.0  # ... and slower than this, in seconds: such an item is left out of the estimate
 LONGEST = 600  # characters of an error or a warning
 MISTAKES = 10  # mistakes of one config that are printed
-SLOW = 1.0  # ... and slower than this, in seconds: such an item is left out of the estimate
 
 
 class Ticker:

@@ -56,8 +56,7 @@ def parse_jsonl(path: Path) -> list[Line]:
     # Converted line endings are no damage.
     found = (text.removesuffix(b"\r") for text in data.split(b"\n"))
     lines = [_parse(text) for text in found if text.strip()]
-    checks = [line.old for line in lines if line.number is not None]
-    left = max(checks) if checks else len(lines)
+    left = max((line.old for line in lines if line.number is not None), default=len(lines))
     for i, line in enumerate(lines):
         if line.tree is not None and line.number is None:
             left -= 1
@@ -102,7 +101,8 @@ class Count(NamedTuple):
     old: int  # lines without a check
 
 
-def count_lines(lines: Sequence[Line]) -> Count:
+def count_lines(lines: Sequence[Line], expected: int = 0) -> Count:
+    """Counts the lines of a file that had `expected` of them, or more."""
     damaged = missing = following = old = 0
     for line in lines:
         damaged += line.tree is None
@@ -111,7 +111,8 @@ def count_lines(lines: Sequence[Line]) -> Count:
             missing += max(0, line.number - following)
             following = max(following, line.number)
         following += 1
-    return Count(damaged, missing, following, old)
+    missing += max(0, expected - following)
+    return Count(damaged, missing, max(following, expected), old)
 
 
 def checked(tree: dict[str, Any], number: int, old: int = 0) -> str:

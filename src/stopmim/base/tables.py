@@ -1,4 +1,7 @@
-"""Tables of text: aligned for a terminal, or Markdown. A row maps column names to cells."""
+"""Numbers in words, and tables of text: aligned for a terminal, or Markdown.
+
+A row maps column names to cells.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,6 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 def counted(count: int, noun: str) -> str:
     """The number of things, as "1 image" or "1,000 images"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def spoken(seconds: float) -> str:
+    """A duration as people say it: "40 seconds", "6 minutes", "3 hours"."""
+    for unit, size, upto in (("second", 1, 90), ("minute", 60, 90), ("hour", 3600, 48)):
+        if seconds < upto * size:
+            return counted(max(1, round(seconds / size)), unit)
+    return f"{round(seconds / 86400):,} days"
 
 
 def aligned(rows: Sequence[Mapping[str, str]], right: Collection[str] = ()) -> str:

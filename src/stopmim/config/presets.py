@@ -121,6 +121,11 @@ def _load(path: Path) -> dict[str, Preset]:
 PRESETS = _load(Path(__file__).with_name("presets.yaml"))
 
 
+def known_preset(preset: str | Path | Config | None) -> Preset | None:
+    """The preset of that name, if it is one."""
+    return None if isinstance(preset, Config) else PRESETS.get(str(preset))
+
+
 def find_config(preset: str | Path) -> Config:
     """The config of a preset, or of a YAML file as `pretrain --dry-run` prints it."""
     name = str(preset)

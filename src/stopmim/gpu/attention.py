@@ -19,14 +19,11 @@ SMALL, LARGE, LARGEST = 64 * 64, 128 * 64, 128 * 128
 MUCH, MORE = 80 * 1024, 160 * 1024
 
 
-def is_short(tokens: int, channels: int, device: torch.device | None = None) -> bool:
-    """Whether a head with this many `channels` fits one tile, whose edges are powers of two.
-
-    By default on any GPU that has as much shared memory as an H100.
-    """
+def is_short(tokens: int, channels: int, device: torch.device) -> bool:
+    """Whether a head with this many `channels` fits one tile, whose edges are powers of two."""
     edges = (16, 32, 64, LONGEST)
     tiles = [edge * _power_of_2(channels) for edge in edges if tokens <= edge]
-    if not tiles or tiles[0] <= SMALL or device is None or device.type != "cuda":
+    if not tiles or tiles[0] <= SMALL or device.type != "cuda":
         return bool(tiles) and tiles[0] <= LARGEST
     has: Any = torch.cuda.get_device_properties(device)  # a constant of compiled code
     shared = has.shared_memory_per_block_optin

@@ -6,7 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from stopmim.base.memory import is_out_of_memory, main_memory
+from stopmim.base.memory import is_out_of_memory
+from stopmim.gpu.devices import memory_of
 
 SPARE = 0.1  # fraction of memory that must stay free beside a copy
 STAGE = 2**25  # bytes of pinned memory on the way to the host
@@ -14,14 +15,8 @@ STAGE = 2**25  # bytes of pinned memory on the way to the host
 
 def has_room(tensors: Iterable[Tensor], device: torch.device) -> bool:
     """Whether a copy fits into memory now, and leaves some free."""
-    size = sum(x.nbytes for x in tensors)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    elif (memory := main_memory()) is not None:
-        free, total = memory
-    else:
-        return True  # the system does not say
-    return free - size > SPARE * total
+    size, memory = sum(x.nbytes for x in tensors), memory_of(device)
+    return memory is None or memory.free - size > SPARE * memory.total
 
 
 def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Device, precision and compilation of a run."""
+"""Device, its memory, precision and compilation of a run."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -6,6 +6,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from stopmim.base.errors import UserError
+from stopmim.base.memory import Memory, main_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,6 +27,11 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def memory_of(device: torch.device) -> Memory | None:
+    """Memory of a GPU, or main memory; None where the system does not report it."""
+    return Memory(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else main_memory()
+
+
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
     """Chooses the dtype of autocast; None is float32 throughout."""
     if name == "auto":
@@ -34,15 +40,6 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
         own = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if own else torch.float16
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def compiles_itself(setting: str, device: torch.device, static: bool) -> bool:
-    """Whether `runtime.compile` is auto and resolves to on.
-
-    It does so only on a GPU, since a CPU machine may have no compiler, and only for masks of
-    `static` shapes: those of the released sampler change at every step.
-    """
-    return setting == "auto" and device.type == "cuda" and static
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:

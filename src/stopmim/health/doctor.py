@@ -196,19 +196,19 @@ def _bar(value: float, least: float | None, untrained: float | None) -> str:
 # ------------------------------------------------------------------------------ a run, a checkpoint
 
 
-MEASURED = {"target_rank", "random_init"}  # only lines with one of them change a verdict
+JUDGED = {"target_rank", "random_init"}  # only lines with one of them change a verdict
 
 
 class Watch:
     """The verdict on a run during training, announced whenever it changes."""
 
     def __init__(self, metrics: Sequence[Logged]) -> None:
-        self.lines = [line for line in metrics if MEASURED & line.keys()]
+        self.lines = [line for line in metrics if JUDGED & line.keys()]
         self.verdict = diagnose(self.lines).verdict
 
     def see(self, line: Logged) -> str | None:
         """The announcement after this line of metrics.jsonl, if there is news."""
-        if not MEASURED & line.keys():
+        if not JUDGED & line.keys():
             return None
         self.lines.append(line)
         found, before = diagnose(self.lines), self.verdict

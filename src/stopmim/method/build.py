@@ -5,6 +5,7 @@ the other functions build what it asks for. A new kind of position, mask or targ
 its name in config/schema.py and one `case` below.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -13,7 +14,7 @@ import torch
 from stopmim.base.errors import UserError
 from stopmim.base.random_keys import seed_of
 from stopmim.config.architectures import parse_arch
-from stopmim.config.presets import PRESETS, find_config
+from stopmim.config.presets import find_config, known_preset
 from stopmim.config.schema import Config, override, resolve
 from stopmim.config.yaml_text import to_yaml
 from stopmim.gpu.blocks import way_of
@@ -27,7 +28,7 @@ from stopmim.method.predictor import Predictor
 
 
 def configure(
-    preset: str | Path | Config, changes: dict[str, Any] | None = None, *, to_train: bool = False
+    preset: str | Path | Config, changes: Mapping[str, Any] | None = None, *, to_train: bool = False
 ) -> Config:
     """Resolves a preset, YAML file or config with `changes`, and proves that its masks exist.
 
@@ -35,7 +36,7 @@ def configure(
     """
     config = preset if isinstance(preset, Config) else find_config(preset)
     config = resolve(override(config, changes or {}))
-    known = None if isinstance(preset, Config) else PRESETS.get(str(preset))
+    known = known_preset(preset)
     if to_train and known and known.needs.init and not config.init:
         what = f"needs an encoder to start from, --init: {known.command}"
         raise UserError(f"{known.name}: {what}")

@@ -1,4 +1,4 @@
-"""Which patches are seen and which are predicted: the multi-block masks of I-JEPA, and MAE's.
+"""Patches that are seen, and patches to predict: the multi-block masks of I-JEPA, and MAE's.
 
 A sampler owns everything about itself: `draw` for one batch, `at_step` for the batch of an
 update, `blocks` it can draw, `check` that it always can, `describe` for people.

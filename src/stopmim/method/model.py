@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stopmim.gpu.blocks import take
 from stopmim.method.encoder import Start, VisionTransformer
-from stopmim.method.masks import Block, Masks, MaskSampler, cells, nearness
+from stopmim.method.masks import Masks, MaskSampler, Sizes, cells, nearness
 from stopmim.method.positions import Positions
 from stopmim.method.predictor import Noise, Predictor
 
@@ -62,8 +62,8 @@ class Target(ABC):
     def of(self, teacher: VisionTransformer, images: Tensor, index: Tensor) -> Tensor:
         """Targets (M, B, K, T) at the patches `index` (M, B, K). Called without gradients."""
 
-    def batch(self, images: Tensor, masks: Masks, block: Block | None) -> Batch:
-        """A batch with all that `pairs` needs; `block` is the size of the target rectangles."""
+    def batch(self, images: Tensor, masks: Masks, sizes: Sizes | None) -> Batch:
+        """A batch with all that `pairs` needs; `sizes` are those of its rectangles."""
         return Batch(images, *masks)
 
     def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
@@ -185,9 +185,9 @@ class HalfResolution(Features):
     side: int
     pool: Literal["bilinear", "max"] = "bilinear"
 
-    def batch(self, images: Tensor, masks: Masks, block: Block | None) -> Batch:
-        assert block is not None  # `check` has refused samplers without rectangles
-        return Batch(images, *masks, cells(masks.targets, block, self.side))
+    def batch(self, images: Tensor, masks: Masks, sizes: Sizes | None) -> Batch:
+        assert sizes is not None  # `check` has refused samplers without rectangles
+        return Batch(images, *masks, cells(masks.targets, sizes.target, self.side))
 
     def pairs(self, model: "MaskedImageModel", batch: Batch, noise: Noise) -> tuple[Tensor, ...]:
         if batch.cells is None:

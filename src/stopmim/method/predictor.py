@@ -4,7 +4,7 @@ Shapes: B images, C context tokens, M target blocks of K tokens, D encoder width
 numbers predicted per patch: D features, or its pixels.
 """
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class Predictor(nn.Module):
         width = positions.width
         if width % heads:
             raise ValueError(f"predictor width {width} is not divisible by {heads} heads")
-        self.noisy = noisy
+        self.noisy, self.heads = noisy, heads
         self.predictor_embed = nn.Linear(encoder_width, width)  # A, and a bias for the context
         # Untied noise has a matrix of its own, which then shrinks to nothing: the paper's collapse.
         own = positions.untied
@@ -150,9 +150,8 @@ class Predictor(nn.Module):
 
     def tag(self) -> dict[str, Any]:
         """Facts that weights alone do not tell, for exported files; read by `build.from_tag`."""
-        heads = cast(Any, self.predictor_blocks[0]).attn.heads
         noisy = self.noisy if self.positions.uncertain else "masked"  # the default of such files
-        return self.positions.tag() | {"tokens": noisy, "heads": heads}
+        return self.positions.tag() | {"tokens": noisy, "heads": self.heads}
 
 
 def _to_released_names(module: nn.Module, state: Any, prefix: str, _: Any) -> None:

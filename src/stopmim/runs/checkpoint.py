@@ -34,7 +34,7 @@ from stopmim.gpu.sharding import like, whole
 from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import shards
-from stopmim.runs.identity import About, foreign, read_about
+from stopmim.runs.identity import about_if_any, foreign
 
 State = dict[str, Tensor]
 Found = TypeVar("Found")
@@ -83,7 +83,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         passed.add(path)
         try:
             problem = verify(path) or misnamed(path)
-            other = None if problem else foreign(_about(run), state(path))
+            other = None if problem else foreign(about_if_any(run), state(path))
         except LaterFormatError:
             raise
         except (CheckpointError, FileNotFoundError) as error:
@@ -99,14 +99,6 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, damaged
     return None, damaged
-
-
-def _about(run: Path) -> About:
-    """run.json, or {} if it is unreadable, which matters to a resumed run alone."""
-    try:
-        return read_about(run)
-    except CheckpointError:
-        return {}
 
 
 def newest_intact(run: Path) -> Path:
@@ -266,12 +258,12 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Fills a `module` on the meta device with float32 copies of `weights`, all or none."""
     check_fit(weights, module.state_dict(), source)
     own = {key: value.detach().to(torch.float32, copy=True) for key, value in weights.items()}
-    if bad := not_finite(own):  # a float64 may be too large for float32
+    if bad := first_not_finite(own):  # a float64 may be too large for float32
         raise CheckpointError(f"{source}: {bad} has values that are not finite")
     module.load_state_dict(own, assign=True)
 
 
-def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+def first_not_finite(weights: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a value that is not finite, or None."""
     return next((key for key, value in weights.items() if not value.isfinite().all()), None)
 

@@ -7,7 +7,6 @@ id nor seal; for these only the config is compared.
 
 import hashlib
 import json
-import secrets
 from collections.abc import Container, Mapping
 from pathlib import Path
 from shlex import quote
@@ -30,10 +29,6 @@ ROUNDING = frozenset(
 )
 
 
-def new_id() -> str:
-    return secrets.token_hex(8)
-
-
 def read_about(path: Path) -> About:
     """run.json of the run directory `path`; raises CheckpointError."""
     try:
@@ -46,6 +41,14 @@ def read_about(path: Path) -> About:
     except (OSError, ValueError, RecursionError) as error:
         why = f"run.json: {error}"
     raise CheckpointError(f"{path}: not a run directory: {why}")
+
+
+def about_if_any(path: Path) -> About:
+    """run.json, or {} if it cannot be read: a checkpoint can be used without it."""
+    try:
+        return read_about(path)
+    except CheckpointError:
+        return {}
 
 
 def begun(path: Path) -> About:

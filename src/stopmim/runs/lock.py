@@ -50,10 +50,6 @@ class Claim:
         self.ended = Event()
         self.thread = Thread(target=self._beat, name="heartbeat", daemon=True)
 
-    def begin(self) -> None:
-        self.write()
-        self.thread.start()
-
     def write(self) -> None:
         """Writes owner and time into run.lock; every heartbeat has the same length."""
         text = f"{json.dumps(self.owner | {'beat': now()})}\n".encode()
@@ -132,7 +128,8 @@ def claimed(path: Path) -> Iterator[None]:
         os.close(handle)
         raise
     try:
-        claim.begin()
+        claim.write()
+        claim.thread.start()
     except OSError as error:  # a full disk
         claim.close()
         raise StorageError(f"{path}: cannot write here: {error.strerror}") from None

@@ -22,9 +22,9 @@ from stopmim.runs.lock import place_of
 class Log:
     """A growing .jsonl file. Lines that do not fit on a full disk wait for the next call."""
 
-    def __init__(self, path: Path, lines: list[Line]) -> None:
+    def __init__(self, path: Path, lines: list[Line], logged: int = 0) -> None:
         self.path = path
-        self.count = count_lines(lines)
+        self.count = count_lines(lines, logged)
         self.waiting: list[dict[str, Any]] = []
 
     def write(self, *lines: dict[str, Any]) -> None:
@@ -73,8 +73,7 @@ class Metrics(Log):
         text = b"".join(line.text + b"\n" for line in kept)
         if file.is_symlink() or not file.exists() or read_regular(file) != text:
             write_whole(file, text)
-        super().__init__(file, kept)
-        self.count = self.count._replace(following=max(self.count.following, logged))
+        super().__init__(file, kept, logged)
         if lost := lost_lines(file, logged):
             warn(f"{path}: {lost}; training continues")
 
@@ -110,8 +109,7 @@ class BadFiles(Log):
 
 def lost_lines(path: Path, logged: int = 0) -> str:
     """Numbers of damaged and missing lines of a log, in words, or ""."""
-    damaged, missing, following, _ = count_lines(parse_jsonl(path))
-    missing += max(0, logged - following)
+    damaged, missing, following, _ = count_lines(parse_jsonl(path), logged)
     counts = {"damaged": damaged, "missing": missing}
     lost = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
-    return f"{path.name}: {lost} of {following + max(0, logged - following)} lines" if lost else ""
+    return f"{path.name}: {lost} of {following} lines" if lost else ""

@@ -28,6 +28,7 @@ from stopmim.base.tables import counted
 from stopmim.runs import checkpoint, shards
 from stopmim.runs.identity import (
     About,
+    about_if_any,
     broken_seal,
     foreign,
     is_complete,
@@ -77,7 +78,8 @@ class Repair:
     def link(self) -> None:
         """Refuses a checkpoints/ that links to another run's: a repair would move them."""
         folder, ids = self.path / "checkpoints", list[object]()
-        if not folder.is_symlink() or not (own := _id(self.path)):
+        own = about_if_any(self.path).get("id")
+        if not folder.is_symlink() or not own or not isinstance(own, str):
             return
         for path in checkpoint.steps(self.path):
             with contextlib.suppress(CheckpointError, OSError):
@@ -175,8 +177,7 @@ class Repair:
         if not self.dry_run and any(line.tree is None for line in lines):
             lines = self.without_damage(file)
         bad = [line for line in lines if line.tree is None]
-        count = count_lines(lines)
-        missing = count.missing + max(0, logged - count.following)
+        missing = count_lines(lines, logged).missing
         if bad:
             self.say("moved", f"{counted(len(bad), 'damaged line')} of {name} to {ASIDE}/{name}")
         if missing:
@@ -246,15 +247,6 @@ def repair(path: str | Path, *, dry_run: bool = False) -> Repair:
     except OSError as error:
         raise StorageError(f"{path}: cannot repair: {error}") from None
     return found
-
-
-def _id(run: Path) -> str:
-    """The id in run.json; "" if there is none."""
-    try:
-        found = read_about(run).get("id")
-    except CheckpointError:
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _is_odd(path: Path) -> bool:

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -33,13 +34,12 @@ from stopmim.base.files import append_jsonl, read_jsonl, remove, sweep, write_wh
 from stopmim.base.secrets import hide
 from stopmim.config.schema import Config
 from stopmim.data.checks.hashes import digests
-from stopmim.data.images import Images
 from stopmim.data.loading import Reader
 from stopmim.data.order import evenly_spaced
 from stopmim.method.encoder import ImageEncoder
 from stopmim.method.model import MaskedImageModel
 from stopmim.runs import checkpoint
-from stopmim.runs.identity import begun, changed_key, new_id, read_about, sealed
+from stopmim.runs.identity import begun, changed_key, read_about, sealed
 from stopmim.runs.lock import now
 from stopmim.runs.logs import lost_lines
 from stopmim.runs.verdict import in_percent
@@ -107,12 +107,54 @@ def begin(
     path: Path, config: Config, source: str, reader: Reader, device: torch.device, ranks: int = 1
 ) -> None:
     """Writes run.json; for an existing run, checks that it is the same and records the restart."""
-    images = reader.images
+    images, start = reader.images, _start(config, device, ranks)
     sweep(path)  # under the lock
-    file = path / "run.json"
+    file, saved = path / "run.json", any(_folder_to_save_to(path).glob("step-*"))
+    about = begun(path) if file.exists() else None
+    new = config.model_dump(mode="json")
+    changed = changed_key(about["config"], new) if about else None
+    is_other = about is not None and about["data"]["fingerprint"] != images.fingerprint
+    if about and not saved and (changed or is_other):
+        bad = path / "bad_files.jsonl"  # of the other images
+        if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
+            raise UserError(
+                f"{bad}: data.skip is the list of this run itself; choose another --out"
+            )
+        say(f"{path}: starts over with another config or other images; nothing had been saved")
+        file.unlink()
+        remove(bad)
+        about = None
+    if about:
+        if changed:
+            key, old, value = changed
+            raise UserError(
+                f"{path}: this run has another config: {key}: {old!r} -> {value!r}; "
+                f"set it back to resume, or choose another --out"
+            )
+        data = about["data"]
+        if is_other:
+            raise DataError(
+                f"{path}: these are not the images this run began with: {data['images']} from "
+                f"{data['source']} then, {len(images)} from {source} now; choose another --out"
+            )
+        _same_content(path, data.get("sample"), reader)
+        about["starts"].append(start)
+    elif saved:
+        what = f"restore it with stopmim repair {quote(str(path))}, or choose another --out"
+        raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
+    else:
+        data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
+        data["sample"] = digests(reader, evenly_spaced(len(images), SAMPLE))
+        about = {"id": secrets.token_hex(8), "config": new, "data": data}
+        about = sealed(json.loads(json.dumps(about | {"starts": [start]})))
+    write_whole(file, json.dumps(about, indent=1))
+
+
+def _start(config: Config, device: torch.device, ranks: int) -> dict[str, Any]:
+    """Facts about this start of the run, for run.json."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"stopmim": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    start = {
+    return {
         "time": now(),
         "host": socket.gethostname(),
         "command": [hide(word) for word in sys.argv],
@@ -123,36 +165,6 @@ def begin(
         "versions": {**versions, "python": platform.python_version()},
         "git": git_state(),
     }
-    data = {"source": source, "images": len(images), "fingerprint": images.fingerprint}
-    folder = _folder_to_save_to(path)
-    saved = any(folder.glob("step-*"))
-    if file.exists() and not saved and _differs(path, config, images):
-        bad = path / "bad_files.jsonl"  # of the other images
-        if config.data.skip and Path(config.data.skip).resolve() == bad.resolve():
-            raise UserError(
-                f"{bad}: data.skip is the list of this run itself; choose another --out"
-            )
-        say(f"{path}: starts over with another config or other images; nothing had been saved")
-        file.unlink()
-        remove(bad)
-    if file.exists():
-        about = begun(path)
-        _same_config(path, about["config"], config)
-        if (old := about["data"])["fingerprint"] != images.fingerprint:
-            raise DataError(
-                f"{path}: these are not the images this run began with: {old['images']} from "
-                f"{old['source']} then, {len(images)} from {source} now; choose another --out"
-            )
-        _same_content(path, old.get("sample"), reader)
-        about["starts"].append(start)
-    elif saved:
-        what = f"restore it with stopmim repair {quote(str(path))}, or choose another --out"
-        raise CheckpointError(f"{path}: has checkpoints but no run.json; {what}")
-    else:
-        data["sample"] = digests(reader, evenly_spaced(len(images), SAMPLE))
-        about = {"id": new_id(), "config": config.model_dump(mode="json"), "data": data}
-        about = sealed(json.loads(json.dumps(about | {"starts": [start]})))
-    write_whole(file, json.dumps(about, indent=1))
 
 
 def _folder_to_save_to(path: Path) -> Path:
@@ -166,22 +178,6 @@ def _folder_to_save_to(path: Path) -> Path:
         what = f"is no folder to save to; remove it, or see stopmim repair {quote(str(path))}"
         raise StorageError(f"{folder}: {what}")
     return folder
-
-
-def _differs(path: Path, config: Config, images: Images) -> bool:
-    """Whether the run at `path` has another config, or other images."""
-    about = begun(path)
-    changed = changed_key(about["config"], config.model_dump(mode="json"))
-    return bool(changed) or about["data"]["fingerprint"] != images.fingerprint
-
-
-def _same_config(path: Path, old: dict[str, Any], config: Config) -> None:
-    """Raises UserError for a changed key; only `runtime.*` and `data.max_bad` may change."""
-    if key := changed_key(old, config.model_dump(mode="json")):
-        raise UserError(
-            f"{path}: this run has another config: {key[0]}: {key[1]!r} -> {key[2]!r}; "
-            f"set it back to resume, or choose another --out"
-        )
 
 
 def _same_content(path: Path, sample: object, reader: Reader) -> None:

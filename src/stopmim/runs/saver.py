@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stopmim._version import __version__
 from stopmim.base.console import warn
-from stopmim.base.errors import CheckpointError, NonFiniteError, StorageError
+from stopmim.base.errors import NonFiniteError, StorageError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import remove, sync, write_whole
 from stopmim.config.schema import Config
@@ -35,14 +35,14 @@ from stopmim.runs.checkpoint import (
     FORMAT,
     TEMPORARY,
     State,
+    first_not_finite,
     gathered,
     live,
-    not_finite,
     prune,
     sha256,
     sweep,
 )
-from stopmim.runs.identity import About, binding, read_about
+from stopmim.runs.identity import About, about_if_any, binding
 from stopmim.runs.lock import Place, place_of
 from stopmim.runs.logs import Log
 from stopmim.runs.shards import Staged
@@ -79,10 +79,7 @@ class Saver:
     staged: Staged | None = field(init=False, default=None)  # pieces that other ranks have written
 
     def __post_init__(self) -> None:
-        try:
-            self.about = read_about(self.run) if self.writes else {}
-        except CheckpointError:  # there is no run.json: a saver without a run
-            self.about = {}
+        self.about = about_if_any(self.run) if self.writes else {}
 
     @property
     def is_due(self) -> bool:
@@ -105,7 +102,7 @@ class Saver:
         if sharded := any(map(is_sharded, states[0].values())):
             if self.config.runtime.checkpoints == "sharded":
                 states = shards.local(states)
-                self.staged = shards.stage(where, states, not_finite(states[0]))
+                self.staged = shards.stage(where, states, first_not_finite(states[0]))
             else:
                 states = gathered(self.model, self.optimizer, keep=self.writes)
         if not self.writes:
@@ -235,7 +232,7 @@ class Saver:
                 faultpoint("save.staged")
             for name, state in zip(("model", "optimizer"), states, strict=True):
                 tensors = on_host(state, ready)
-                if name == "model" and (bad := not_finite(tensors)):
+                if name == "model" and (bad := first_not_finite(tensors)):
                     raise _not_finite(run, step, bad)
                 faultpoint("save.host")
                 save_file(tensors, temporary / f"{name}.safetensors")

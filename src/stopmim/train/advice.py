@@ -14,7 +14,8 @@ import torch
 
 from stopmim.base.console import is_first_rank, say, warn
 from stopmim.base.errors import UserError
-from stopmim.config.presets import ENOUGH, PRESETS
+from stopmim.base.tables import spoken
+from stopmim.config.presets import ENOUGH, known_preset
 from stopmim.config.schema import Config
 from stopmim.data.channels import Form
 from stopmim.data.images import Images
@@ -29,10 +30,8 @@ from stopmim.train.plan import (
     as_options,
     choose,
     first_config,
-    known_preset,
     machine,
     plan_run,
-    spoken,
 )
 
 LARGER = {"photos_s16": "photos_b16"}
@@ -56,9 +55,9 @@ def settle(
     """The config of a run on `images`; prints the preset it chose, and warnings."""
     known, resumed = known_preset(preset), (out / "run.json").exists()
     slow = known and device.type == "cpu" and known.needs.hardware != "CPU"  # as `warnings` says
-    fixed = resumed if preset is None else not known or not (known.scales or slow)
     first = first_config(preset, changes, out)
-    if fixed:
+    is_new_choice = preset is None and not resumed
+    if not (is_new_choice or (known and (known.scales or slow))):
         return first
     seen = Form(first.data.channels or RGB.channels, first.data.kind or RGB.kind)  # by then settled
     found = plan_run(preset, changes, cost.look(images, seen), device, out, ranks)
@@ -117,7 +116,7 @@ def warnings(plan: Plan) -> list[str]:
     lines, size, suits = list[str](), config.image_size, choose(facts, plan.device)
     if not plan.per_epoch:
         return [f"{facts.count} images do not fill one batch of {config.optim.batch_size}"]
-    known = PRESETS.get(plan.preset)
+    known = known_preset(plan.preset)
     if on_cpu and known and known.needs.hardware != "CPU":
         lines.append(
             f"{plan.preset} is made for a GPU, and there is none: about {spoken(plan.seconds)} "

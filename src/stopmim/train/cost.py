@@ -5,6 +5,7 @@ and a few images read from the data set.
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stopmim.base.memory import main_memory
 from stopmim.base.random_keys import numpy_generator, torch_generator
 from stopmim.config.architectures import parse_arch
 from stopmim.config.schema import Config, override
@@ -27,7 +27,7 @@ from stopmim.data.rasters.raster import MOST, bytes_of
 from stopmim.data.rasters.windows import read_sample
 from stopmim.data.remote.ahead import in_reach
 from stopmim.data.workers import cores, default_workers
-from stopmim.gpu.devices import choose_precision
+from stopmim.gpu.devices import choose_precision, memory_of
 from stopmim.method.build import build, build_sampler, build_target, draw_masks
 from stopmim.method.masks import Masks
 from stopmim.train.draws import draw_noise
@@ -139,15 +139,14 @@ def memory(config: Config, device: torch.device) -> float:
 
 def free_memory(device: torch.device) -> float:
     """Bytes that an update may use."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    memory = main_memory()
-    return float(memory.free) if memory else math.inf  # the system does not say
+    memory = memory_of(device)
+    return memory.free if memory else math.inf
 
 
 # ------------------------------------------------------------------------------ the time
 
 
+@functools.cache
 def seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
     """Measures an update on `device` and adds the time to read its images.
 
@@ -210,7 +209,7 @@ def trial_update(
     def prepared() -> Iterator[Part]:
         for m, part in zip(masks, parts, strict=True):
             noise = draw_noise(model.predictor, m, part, config, step, amp or torch.float32)
-            yield model.target.batch(images, m, sizes and sizes.target), noise
+            yield model.target.batch(images, m, sizes), noise
 
     def update() -> None:
         make(prepared(), now, graphs)

@@ -18,6 +18,7 @@ from stopmim.config.schema import Config
 from stopmim.data.crops import AUGMENT, normalise
 from stopmim.data.loading import Loaded
 from stopmim.data.pixels import stats_of
+from stopmim.gpu.devices import choose_precision
 from stopmim.method.build import build_sampler
 from stopmim.method.masks import Masks
 from stopmim.method.model import MaskedImageModel
@@ -35,7 +36,6 @@ class Draws:
         batches: images, part by part, from the step the run starts at.
         parts: the images of this rank, as slices of the global batch.
         bad_files: ends the run where an image can neither be read nor replaced.
-        amp: dtype in which noise will be multiplied; None is float32.
         beside: context in which images and masks are prepared: a CUDA stream of their own.
     """
 
@@ -46,13 +46,13 @@ class Draws:
         batches: Iterator[Loaded],
         parts: list[slice],
         bad_files: BadFiles,
-        *,
-        amp: torch.dtype | None = None,
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model, self.config, self.batches = model, config, batches
-        self.parts, self.bad_files, self.dtype = parts, bad_files, amp or torch.float32
+        self.parts, self.bad_files = parts, bad_files
         self.device = model.encoder.pos_embed.device
+        # In which noise will be multiplied.
+        self.dtype = choose_precision(config.runtime.precision, self.device) or torch.float32
         self.beside, self.sampler = beside, build_sampler(config)
         self.change = AUGMENT.get(config.data.augmentation or "crop")
         self.stats = stats_of(config)
@@ -68,7 +68,7 @@ class Draws:
         for part, own in zip(self.parts, masks, strict=True):
             with self.beside():
                 images = normalise(self._pixels(next(self.batches)), self.stats)
-                batch = self.model.target.batch(images, own, sizes and sizes.target)
+                batch = self.model.target.batch(images, own, sizes)
             # On the stream of the update: these few kernels fill the GPU and would delay others.
             noise = draw_noise(self.model.predictor, own, part, config, step, self.dtype)
             yield batch, noise

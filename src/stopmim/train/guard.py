@@ -86,9 +86,3 @@ def check_scaler(found: object, scaler: torch.amp.GradScaler, source: str) -> No
     ):
         what = f"scaler is {reprlib.repr(found)[:80]}, expected numbers for {', '.join(keys)}"
         raise CheckpointError(f"{source}: {what}; {ADVICE}")
-
-
-def build_guard(optim: OptimConfig, device: torch.device) -> Guard | None:
-    """The guard that `optim` asks for, if any."""
-    is_asked_for = optim.on_nonfinite == "skip" or optim.spike is not None
-    return Guard(optim, device) if is_asked_for else None

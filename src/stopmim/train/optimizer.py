@@ -53,24 +53,22 @@ def one_pass(
 def advance(
     model: MaskedImageModel,
     optimizer: torch.optim.Optimizer,
-    rates: Rates[float] | Rates[Tensor],
+    rates: Rates,
     skip: Tensor,
-    at_once: "OnePass | None" = None,
+    one_pass: "OnePass | None" = None,
 ) -> None:
     """Updates weights with AdamW unless told to `skip`, then the target encoder, as I-JEPA does.
 
-    `at_once` changes the same tensors by the same numbers, up to rounding.
+    `one_pass` changes the same tensors by the same numbers, up to rounding.
     """
-    if at_once is None or not at_once(rates.lr, rates.weight_decay, rates.momentum, skip):
+    if one_pass is None or not one_pass(*rates, skip):
         step_at(optimizer, rates, skip)
         model.update_target(rates.momentum)
 
 
 @torch.no_grad()
-def step_at(
-    optimizer: torch.optim.Optimizer, rates: Rates[float] | Rates[Tensor], skip: Tensor
-) -> None:
-    """One step of `optimizer` at `rates`: numbers, or tensors on the device for a CUDA graph.
+def step_at(optimizer: torch.optim.Optimizer, rates: Rates, skip: Tensor) -> None:
+    """One step of `optimizer` at `rates`.
 
     AdamW takes its weight decay as a number only, which a graph would freeze. So with tensors the
     decay is applied here, exactly as AdamW does it: before the step, to parameters that have a
@@ -89,7 +87,7 @@ def step_at(
     optimizer.step()
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Rates[float]) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rates.lr
         group["weight_decay"] = rates.weight_decay if group["decays"] else 0.0

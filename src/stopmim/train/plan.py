@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 
 from stopmim.base.console import warn
 from stopmim.base.errors import DataError, UserError
-from stopmim.base.tables import counted
+from stopmim.base.tables import counted, spoken
 from stopmim.config.architectures import printed
-from stopmim.config.presets import PRESETS, Preset
+from stopmim.config.presets import known_preset
 from stopmim.config.schema import Config, OptimConfig, flatten
 from stopmim.data.skip import without_skipped
 from stopmim.data.sources.open import open_images
@@ -61,7 +60,7 @@ class Plan:
         # The number of updates does not change one of them: alternatives share a measurement.
         optim = OptimConfig(batch_size=self.config.optim.batch_size)
         config = self.config.model_copy(update={"optim": optim})
-        return self.updates * _seconds_per_update(config, self.facts, self.device)
+        return self.updates * cost.seconds_per_update(config, self.facts, self.device)
 
     @property
     def lasts(self) -> str:
@@ -108,11 +107,6 @@ def as_options(changes: Mapping[str, Any]) -> list[str]:
     return words
 
 
-@cache
-def _seconds_per_update(config: Config, facts: Facts, device: torch.device) -> float:
-    return cost.seconds_per_update(config, facts, device)
-
-
 # ------------------------------------------------------------------------------ choosing
 
 
@@ -130,14 +124,12 @@ def first_config(
     `out` is the directory of a run that is about to start or to be resumed.
     """
     if preset is None and out and (out / "run.json").exists():  # nothing is chosen again
-        return configure(Run(out).config, dict(changes))
+        return configure(Run(out).config, changes)
     wrong, on_cpu = list[UserError](), dict(flatten(changes)).get("runtime.device") == "cpu"
     kind = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
     for name in CANDIDATES[kind] if preset is None else (preset,):
         try:
-            known = known_preset(name)
-            count = known.cost.images if known else 0
-            return _config(name, changes, count, to_train=out is not None)
+            return _config(name, changes, to_train=out is not None)
         except UserError as error:
             wrong.append(error)
     raise wrong[0]  # no candidate takes these changes
@@ -152,21 +144,19 @@ def plan_run(
     ranks: int = 1,
 ) -> Plan:
     """Settles what depends on the images and the machine; `out` may be a run to resume."""
-    crops = dict(flatten(changes)).get("data.crops_per_image")
+    given = dict(flatten(changes))
+    crops = given.get("data.crops_per_image")
     if isinstance(crops, int) and crops > 1:  # an epoch has so many times the samples
         read, reduced = facts.read_seconds / crops, facts.reduced_seconds / crops
         facts = replace(
             facts, count=crops * facts.count, read_seconds=read, reduced_seconds=reduced
         )
     resumed = Run(out).config if out and (out / "run.json").exists() else None
-    if preset is None and resumed:
-        return Plan(str(out), changes, configure(resumed, dict(changes)), facts, device)
     chosen = choose(facts, device) if preset is None else preset
     config, known = _config(chosen, changes, facts.count), known_preset(chosen)
     if known and known.scales:
         now = resumed.runtime.model_dump() if resumed else _runtime(config, device, ranks)
         settled = {f"runtime.{key}": now[key] for key in ("accumulate", "threads", "save_every")}
-        given = dict(flatten(changes))
         config = configure(config, {key: n for key, n in settled.items() if key not in given})
     if not facts.seen.is_rgb and config.data.channels is None:
         found = {"data.channels": facts.seen.channels, "data.kind": facts.seen.kind}
@@ -199,18 +189,18 @@ def dry_config(
     return first_config(preset, changes)
 
 
-def known_preset(preset: str | Path | Config | None) -> Preset | None:
-    """The preset of that name, if it is one."""
-    return None if isinstance(preset, Config) else PRESETS.get(str(preset))
-
-
 def _config(
-    preset: str | Path | Config, changes: Mapping[str, Any], count: int, to_train: bool = False
+    preset: str | Path | Config,
+    changes: Mapping[str, Any],
+    count: int | None = None,
+    to_train: bool = False,
 ) -> Config:
+    """The config for `count` images, by default as many as the preset was measured with."""
     known = known_preset(preset)
     if known and known.scales:
+        count = known.cost.images if count is None else count
         return configure(known.for_images(count, changes))
-    return configure(preset, dict(changes), to_train=to_train)
+    return configure(preset, changes, to_train=to_train)
 
 
 def _runtime(config: Config, device: torch.device, ranks: int) -> dict[str, Any]:
@@ -233,12 +223,3 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "one CPU core" if cores() == 1 else f"{cores()} CPU cores"
-
-
-def spoken(seconds: float) -> str:
-    """A duration as people say it: "40 seconds", "6 minutes", "3 hours"."""
-    for unit, size, upto in (("second", 1, 90), ("minute", 60, 90), ("hour", 3600, 48)):
-        if seconds < upto * size:
-            number = max(1, round(seconds / size))
-            return f"{number} {unit}{'s' if number > 1 else ''}"
-    return f"{round(seconds / 86400):,} days"

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from stopmim.base.console import Ticker, say, warn
 from stopmim.base.memory import main_memory
-from stopmim.base.tables import counted
+from stopmim.base.tables import counted, spoken
 from stopmim.config.architectures import printed
 from stopmim.config.schema import Config
 from stopmim.data.images import Images
 from stopmim.data.loading import steps_per_epoch
-from stopmim.gpu.devices import choose_device
-from stopmim.method.model import MaskedImageModel
-from stopmim.train.distributed import World
-from stopmim.train.rates import Rates
 
 REFRESH = 2.0  # seconds between two readings of the loss, which wait for a GPU
 SURE = 5.0  # seconds of updates before the end is predicted
@@ -28,10 +24,14 @@ FULL = 0.95  # share of main memory in use above which a warning is due
 
 
 def announce(
-    path: Path, images: Images, config: Config, preset: str | Path | Config | None, world: World
+    path: Path,
+    images: Images,
+    config: Config,
+    preset: str | Path | Config | None,
+    device: torch.device,
+    ranks: int,
 ) -> None:
     """Prints images, network, preset, updates and device; nothing if the run is finished."""
-    device = choose_device(config.runtime.device, world.local_rank)
     updates = config.optim.epochs * steps_per_epoch(images, config)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = f" ({Path(preset).name})" if isinstance(preset, str | Path) else ""
@@ -39,7 +39,7 @@ def announce(
         say(
             f"{counted(len(images), 'image')}, {printed(config.arch)} at "
             f"{config.image_size} px{named}, {counted(updates, 'update')} on "
-            f"{f'{world.size} x ' if world.size > 1 else ''}{chip}"
+            f"{f'{ranks} x ' if ranks > 1 else ''}{chip}"
         )
 
 
@@ -52,7 +52,9 @@ class Progress:
         self.rate = 0.0  # images per second since the reading before
         self.begun = self.predicted = False
 
-    def show(self, step: int, values: Mapping[str, Tensor], lr: float, *, read: bool) -> None:
+    def show(
+        self, step: int, values: Mapping[str, Tensor], lr: float | Tensor, *, read: bool
+    ) -> None:
         """Shows update `step`; `read` means that its loss can be read without waiting."""
         now = time.monotonic()
         is_old = now - self.time > REFRESH
@@ -75,7 +77,7 @@ class Progress:
         elif not self.predicted and self.ticker.mark and now - self.ticker.mark[1] > SURE:
             self.predicted = True
             if (left := self.ticker.seconds_left) and left > WORTH:
-                say(f"about {rough(left)} left, until {clock(left)}")
+                say(f"about {spoken(left)} left, until {time_of_day(left)}")
 
     def _look_at_memory(self) -> None:
         """Warns if the system may soon kill the process, which then gets no chance to say why."""
@@ -87,16 +89,8 @@ class Progress:
             )
 
 
-def rough(seconds: float) -> str:
-    """A duration in minutes, or hours and days."""
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-def clock(seconds: float) -> str:
-    """The time of day `seconds` from now, with the date if it is not today."""
+def time_of_day(seconds: float) -> str:
+    """The time `seconds` from now, with the date if it is not today."""
     now = datetime.datetime.now()
     then = now + datetime.timedelta(seconds=seconds)
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"
@@ -113,14 +107,6 @@ class Clock:
         self.seconds = max(1e-9, now - self.time) / (step - self.step)
         self.step, self.time = step, now
         return {"images_per_s": batch_size / self.seconds}
-
-
-def logged(model: MaskedImageModel, now: Rates[float]) -> dict[str, float]:
-    """Rates of an update; without a target encoder there is no momentum."""
-    line = now._asdict()
-    if not model.target.follows:
-        del line["momentum"]
-    return line
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -1,22 +1,22 @@
 """Learning rate, weight decay and EMA momentum of an update, as functions of its number."""
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from stopmim.base import schedules
 from stopmim.config.schema import OptimConfig
 
-T = TypeVar("T", float, Tensor)
+
+class Rates(NamedTuple):
+    """Numbers, or tensors on the device for a CUDA graph."""
+
+    lr: float | Tensor
+    weight_decay: float | Tensor
+    momentum: float | Tensor  # of the target encoder
 
 
-class Rates(NamedTuple, Generic[T]):
-    lr: T
-    weight_decay: T
-    momentum: T  # of the target encoder
-
-
-def rates(config: OptimConfig, step: int, steps_per_epoch: int) -> Rates[float]:
+def rates(config: OptimConfig, step: int, steps_per_epoch: int) -> Rates:
     """Rates of update number `step` (from 0); base/schedules.py explains the off-by-one."""
     total = config.epochs * steps_per_epoch
     at = step + 1

@@ -4,7 +4,6 @@ A plain batch script is enough, because the same command resumes a run: whatever
 has to be started again. No daemon, no pickled function, nothing to install.
 """
 
-import json
 import re
 import shlex
 import subprocess
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stopmim.base.errors import ResourceError, StorageError, UserError
-from stopmim.config.schema import takes_text
 from stopmim.data.order import shares
 from stopmim.method.build import configure
+from stopmim.train.plan import as_options
 
 GRACE = 120  # seconds before the time limit at which the run is told to save and exit
 
@@ -33,7 +32,7 @@ def script(
     if not str(out).isprintable():
         raise UserError(f"--out: {str(out)!r} has characters that a batch script cannot hold")
     nodes, gpus = int(match[1]), int(match[2])
-    config = configure(preset, dict(changes), to_train=True)
+    config = configure(preset, changes, to_train=True)
     shares(config.optim.batch_size, config.runtime.accumulate, 0, nodes * gpus)
     try:
         more = [f"--{word.lstrip('-')}" for word in shlex.split(options)]
@@ -42,10 +41,7 @@ def script(
     if not all(map(str.isprintable, more)):
         raise UserError(f"--sbatch: {options!r} has characters that a batch script cannot hold")
     words = [sys.executable, "-m", "stopmim", "pretrain", data, "--preset", preset]
-    words += ["--out", str(out)]
-    for key, value in changes.items():
-        is_text = isinstance(value, str) and takes_text(key)
-        words += [f"--{key}", value if is_text else json.dumps(value)]
+    words += ["--out", str(out), *as_options(changes)]
     template = Path(__file__).with_name("slurm.sh").read_text(encoding="ascii")
     return template.format(
         name=shlex.quote(f"stopmim-{out.name}"),

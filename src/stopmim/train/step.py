@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from stopmim.config.schema import Config, OptimConfig
 from stopmim.gpu.blocks import warn_unless_fused
 from stopmim.gpu.cuda_graphs import CudaGraphs
-from stopmim.gpu.devices import choose_precision, compiled, compiles_itself
+from stopmim.gpu.devices import choose_precision, compiled
 from stopmim.gpu.sharding import whole
 from stopmim.method.build import build_sampler
 from stopmim.method.loss import Loss, masked_loss
 from stopmim.method.model import Batch, MaskedImageModel, Target
 from stopmim.method.predictor import Noise
 from stopmim.train.distributed import ALONE, World, average_gradients
-from stopmim.train.guard import Guard, build_guard
+from stopmim.train.guard import Guard
 from stopmim.train.optimizer import advance, one_pass, set_rates
 from stopmim.train.rates import Rates
 
@@ -31,9 +31,7 @@ ALIGNED = 32  # floats: a gradient begins where vectors of any kernel can
 
 Part = tuple[Batch, Noise]
 LossFunction = Callable[[nn.Module, Target, Batch, Noise], Loss]
-
-
-Work = Callable[[Part | None, Rates[float] | Rates[Tensor] | None], dict[str, Tensor]]
+Work = Callable[[Part | None, Rates | None], dict[str, Tensor]]
 
 
 @dataclass
@@ -76,7 +74,8 @@ class Step:
         self.broken, self.sums = torch.zeros((), device=device), torch.zeros(3, device=device)
         if self.amp == torch.float16:
             self.scaler = torch.amp.GradScaler(device.type)
-        self.guard = build_guard(self.optim, device)
+        if self.optim.on_nonfinite == "skip" or self.optim.spike is not None:
+            self.guard = Guard(self.optim, device)
 
     @property
     def at_once(self) -> bool:
@@ -84,10 +83,7 @@ class Step:
         return self.n_parts == 1 and self.world.store is None
 
     def __call__(
-        self,
-        parts: Iterable[Part],
-        rates: Rates[float] | Rates[Tensor],
-        work: Work | None = None,
+        self, parts: Iterable[Part], rates: Rates, work: Work | None = None
     ) -> dict[str, Tensor]:
         """Makes one update; returns tensors by name, since reading them waits for the device.
 
@@ -107,9 +103,7 @@ class Step:
         self.world.mean_(self.sums)  # never recorded: ranks may differ in what they can record
         return work(None, rates)
 
-    def work(
-        self, part: Part | None, rates: Rates[float] | Rates[Tensor] | None
-    ) -> dict[str, Tensor]:
+    def work(self, part: Part | None, rates: Rates | None) -> dict[str, Tensor]:
         """Adds up gradients and losses of `part`, if given, then updates, if there are `rates`."""
         if part is not None:
             batch, noise = part
@@ -121,7 +115,7 @@ class Step:
             self.sums[-3:] += torch.stack([x.detach() for x in found]) / self.n_parts
         return self._update(rates) if rates is not None else {}
 
-    def _update(self, rates: Rates[float] | Rates[Tensor]) -> dict[str, Tensor]:
+    def _update(self, rates: Rates) -> dict[str, Tensor]:
         model, means = self.model, self.sums[-3:].clone()  # the next update overwrites them
         self.settled = False
         if self.scaler:  # gradients must have their true size before they are clipped
@@ -129,7 +123,6 @@ class Step:
         values = dict(zip(Loss._fields, means, strict=True)) | self._gradients(means[0])
         skip: Tensor = self.optimizer.found_inf  # type: ignore[attr-defined]
         if self.scaler:
-            assert not isinstance(rates.lr, Tensor)  # updates with a scaler are never recorded
             set_rates(self.optimizer, rates)
             # The scaler replaces `found_inf` by its own; reading ours waits for the device.
             if self.guard is None or not skip:
@@ -223,7 +216,13 @@ def is_recorded(config: Config, device: torch.device, world: World = ALONE) -> b
 
 
 def _automatic(config: Config, device: torch.device) -> bool:
-    return compiles_itself(config.runtime.compile, device, build_sampler(config).static)
+    """Whether `runtime.compile` is auto and resolves to on.
+
+    It does so only on a GPU, since a CPU machine may have no compiler, and only for masks of static
+    shapes: those of the released sampler change at every step.
+    """
+    is_auto = config.runtime.compile == "auto" and device.type == "cuda"
+    return is_auto and build_sampler(config).static
 
 
 def recorded(step: Step, device: torch.device) -> CudaGraphs:

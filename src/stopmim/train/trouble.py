@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from stopmim.base.console import say, warn
 from stopmim.base.errors import (
@@ -20,28 +19,15 @@ from stopmim.base.signals import Received, WaitEndedError
 from stopmim.config.schema import Config, override
 from stopmim.data.order import shares
 from stopmim.runs.run import Run
-from stopmim.runs.saver import Saver
 from stopmim.train.distributed import World, is_broken
 from stopmim.train.guard import MOST, Guard
-from stopmim.train.step import Step
-
-
-class Running(Protocol):
-    """A run between its updates."""
-
-    path: Path
-    config: Config
-    world: World
-    step: int  # updates made and logged
-    function: Step
-    saver: Saver
-
+from stopmim.train.training import Training
 
 # ------------------------------------------------------------------------- lost workers and ranks
 
 
 @contextlib.contextmanager
-def saved_if_lost(run: Running, received: Received) -> Iterator[None]:
+def saved_if_lost(run: Training, received: Received) -> Iterator[None]:
     """Saves the updates so far when images, a worker or another rank end the run.
 
     They mostly fail before an update changes a weight; if not, its line is missing from the log and
@@ -60,10 +46,10 @@ def saved_if_lost(run: Running, received: Received) -> Iterator[None]:
         raise InterruptedRunError(received[0], f"{run.path}: {what}") from None
 
 
-def _save(run: Running) -> bool:
+def _save(run: Training) -> bool:
     """Saves the last update if possible; returns whether its checkpoint exists."""
     alone = run.world.size == 1 or run.config.runtime.parallel == "ddp"
-    if not (run.world.first and alone and run.function.settled) or run.function.broken:
+    if not (run.world.first and alone and run.update.settled) or run.update.broken:
         return False
     if run.saver.step < run.step:
         try:
@@ -78,14 +64,23 @@ def _save(run: Running) -> bool:
 # ------------------------------------------------------------------------- out of memory
 
 
-def can_halve(run: Running, error: Exception) -> bool:
+def can_halve(run: Training, error: Exception) -> bool:
     """Whether the run continues after `error` with smaller parts of the batch.
 
     Ranks cannot: the others wait in a collective for one that ran out of memory. They start again.
     """
     is_asked_for = run.config.runtime.on_oom == "halve" and run.world.size == 1
     parts = more_parts(run.config, 1)
-    return is_asked_for and is_out_of_memory(error) and run.function.settled and parts > 0
+    return is_asked_for and is_out_of_memory(error) and run.update.settled and parts > 0
+
+
+def halve(run: Training) -> None:
+    """Continues with parts of half the size."""
+    parts = more_parts(run.config, run.world.size)
+    run.cut(parts)
+    record_parts(run.path, parts)
+    size = run.config.optim.batch_size // parts
+    warn(f"out of memory at step {run.step + 1}; continuing with {size} images at a time")
 
 
 def more_parts(config: Config, ranks: int) -> int:

@@ -14,7 +14,7 @@ from stopmim.base.errors import (
 )
 from stopmim.base.files import replaced
 from stopmim.method.encoder import VisionTransformer
-from stopmim.runs.checkpoint import not_finite
+from stopmim.runs.checkpoint import first_not_finite
 from stopmim.weights import load
 from stopmim.weights.card import card
 from stopmim.weights.inspect import identify
@@ -61,7 +61,7 @@ def export(
         what = f"{contents.project}; only plain ViTs can be exported"
         raise CheckpointError(f"{path}: an encoder of {what}")
     whole = contents.model if target.whole_model and contents.model else encoder
-    if key := not_finite(whole.state_dict()):
+    if key := first_not_finite(whole.state_dict()):
         raise NonFiniteError(f"{path}: {key} has values that are not finite; nothing was written")
     text = card(target, contents, encoder, branch)
     with replaced(out, folder=True) as temporary:
