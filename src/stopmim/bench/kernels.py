@@ -10,7 +10,6 @@ at the rate of a large copy, are the floor.
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim.base.errors import UserError
-from stopmim.bench.step import BATCH, PUBLISHED, usual
-from stopmim.bench.timing import Line, machine, record_each
+from stopmim.bench.step import BATCH, PUBLISHED, copy_rate, usual
+from stopmim.bench.timing import Line, machine
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import HAVE_TRITON, attend
 from stopmim.gpu.blocks import BY_BLOCKS
@@ -33,7 +32,6 @@ from stopmim.train.rates import Rates
 
 PRESETS = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop", "small_images")
 EPS = 1e-6
-COPY = 2**30  # bytes of the copy that gives the rate of memory
 MS = 20  # of one measurement
 # Values for `norm.RESIDENT` and `norm.STAGES`: only a GPU shows which is fastest.
 CHOICES = [(resident, stages) for resident in (16, 24, 32, 48) for stages in (1, 2, 3)]
@@ -41,7 +39,7 @@ CHOICES = [(resident, stages) for resident in (16, 24, 32, 48) for stages in (1,
 PIECES = [(2048, 1024, 8), (8192, 512, 4), (8192, 1024, 4), (8192, 2048, 8), (32768, 1024, 8)]
 
 
-class Tokens(NamedTuple):
+class Input(NamedTuple):
     """The input of a block: `n` tokens for each of `batch` images, of heads * channels."""
 
     where: str
@@ -62,15 +60,12 @@ class Case(NamedTuple):
     bytes: tuple[int, int]  # that must be moved, forward and backward
 
 
-def bench_kernels(*, rounds: int = 10, out: Path | None = None) -> str:
-    """Times every fused kernel at every size of the presets; returns JSON lines."""
+def bench_kernels(*, rounds: int = 10) -> Iterator[Line]:
+    """Times every fused kernel at every size of the presets."""
     if not HAVE_TRITON:
         raise UserError("bench kernels: needs a GPU with triton; run it where there is one")
-    return record_each(_lines(rounds, torch.device("cuda")), out, "kernels")
-
-
-def _lines(rounds: int, device: torch.device) -> Iterator[Line]:
-    rate = _copy_rate(device)
+    device = torch.device("cuda")
+    rate = copy_rate(device)
     yield {"bench": "kernels, copy", "gb_per_s": round(rate / 1e9), **machine(device)}
     for preset in PRESETS:
         for tokens in _sizes(preset):
@@ -87,7 +82,7 @@ def _lines(rounds: int, device: torch.device) -> Iterator[Line]:
     yield from _pieces(device)
 
 
-def _sizes(preset: str) -> list[Tokens]:
+def _sizes(preset: str) -> list[Input]:
     """Context and predictor of a step with the published masks, or the likeliest own ones."""
     config = usual(preset, {"runtime.device": "cuda"})
     batch, width = BATCH[config.arch], config.predictor.width
@@ -99,8 +94,8 @@ def _sizes(preset: str) -> list[Tokens]:
     size, heads = parse_arch(config.arch)[0], config.predictor.heads or 1
     both = config.masking.targets * batch
     return [
-        Tokens("context", batch, seen, size.heads, size.width // size.heads),
-        Tokens("predictor", both, seen + asked, heads, width // heads),
+        Input("context", batch, seen, size.heads, size.width // size.heads),
+        Input("predictor", both, seen + asked, heads, width // heads),
     ]
 
 
@@ -114,7 +109,7 @@ def _add_norm(
     return y, F.layer_norm(y.to(gamma.dtype), y.shape[-1:], gamma, beta, EPS).to(delta.dtype)
 
 
-def _norm(tokens: Tokens, stream: torch.dtype, device: torch.device) -> Case:
+def _norm(tokens: Input, stream: torch.dtype, device: torch.device) -> Case:
     from stopmim.gpu.kernels.norm import add_norm
 
     def ours(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -131,7 +126,7 @@ def _norm(tokens: Tokens, stream: torch.dtype, device: torch.device) -> Case:
     return Case(ours, compiled(_add_norm), _add_norm, inputs, [above_y, above_h], moved)
 
 
-def _attention(tokens: Tokens, device: torch.device) -> Case:
+def _attention(tokens: Input, device: torch.device) -> Case:
     from stopmim.gpu.kernels.blockwise import block_attention
 
     heads, width = tokens.heads, tokens.heads * tokens.channels
@@ -235,7 +230,8 @@ def _pieces(device: torch.device) -> Iterator[Line]:
         yield line | {"warps": warps, "us": round(1e3 * ms, 1)}
 
 
-def _time(function: Callable[[], None]) -> float:
+def _time(function: Callable[[], object]) -> float:
+    """Median milliseconds of a call."""
     from triton.testing import do_bench_cudagraph
 
     return float(do_bench_cudagraph(function, MS, return_mode="median"))
@@ -282,27 +278,20 @@ def _times(
     functions: dict[str, Callable[..., tuple[Tensor, ...]]], case: Case, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Median milliseconds of forward alone, and of both ways, of each function."""
-    from triton.testing import do_bench_cudagraph
-
     kept: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     inputs = [x.detach().requires_grad_() for x in case.inputs]
     for _ in range(rounds):
         for name, function in functions.items():
             with torch.no_grad():
-                forward = do_bench_cudagraph(
-                    lambda f=function: f(*inputs), MS, return_mode="median"
-                )
-            both = do_bench_cudagraph(
-                lambda f=function: _both(f, inputs, case.above), MS, return_mode="median"
-            )
-            kept[name].append((forward, both))
+                forward = _time(partial(function, *inputs))
+            kept[name].append((forward, _time(partial(_both, function, inputs, case.above))))
     return {
         name: (statistics.median(a for a, _ in times), statistics.median(b for _, b in times))
         for name, times in kept.items()
     }
 
 
-def _choices(tokens: Tokens, device: torch.device) -> Iterator[Line]:
+def _choices(tokens: Input, device: torch.device) -> Iterator[Line]:
     """Times of the norm with other numbers of programs and stages."""
     from stopmim.gpu.kernels import norm
 
@@ -313,13 +302,3 @@ def _choices(tokens: Tokens, device: torch.device) -> Iterator[Line]:
         line: Line = {"bench": "kernels, choice", "where": tokens.where, "resident": resident}
         spent = {"forward_us": 1e3 * forward, "backward_us": 1e3 * (both - forward)}
         yield line | {"stages": stages} | {name: round(us, 1) for name, us in spent.items()}
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes per second of a large copy, read and written."""
-    from triton.testing import do_bench_cudagraph
-
-    source = torch.randint(0, 256, (COPY,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = [do_bench_cudagraph(lambda: target.copy_(source), MS) for _ in range(3)]
-    return 2 * COPY / (1e-3 * min(times))

@@ -10,10 +10,9 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -63,9 +62,8 @@ def bench_step(
     versus: tuple[str, ...] = (),
     profile: bool = False,
     rounds: int = 10,
-    out: Path | None = None,
-) -> str:
-    """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
+) -> Iterator[Line]:
+    """Times one training step, and its sine-cosine `twin` if it is StoP.
 
     `versus`: the same step with other config keys, as "runtime.kernels=usual", each in turn.
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
@@ -86,33 +84,26 @@ def bench_step(
         for name, step in steps.items():
             times[name].append(timing.seconds_per_call(step.update, device))
     rates = statistics.median([*products, matmul_rate(device)]), copy_rate(device)
-    lines: list[Line] = [
-        {"bench": "step", "positions": config.positions.kind, **timing.sizes(config)}
-        | ({"with": name} if name in versus else {})
-        | {"masks": masks}
-        | _result(steps[name], times[name], config, rates)
-        for name, config in variants.items()
-    ]
+    for name, config in variants.items():
+        line: Line = {"bench": "step", "positions": config.positions.kind, **timing.sizes(config)}
+        line |= {"with": name} if name in versus else {}
+        yield line | {"masks": masks} | _result(steps[name], times[name], config, rates)
     one, *others = variants
     for other in others:
         ratios = [a / b for a, b in zip(times[one], times[other], strict=True)]
         a, b = steps[one].memory, steps[other].memory
-        ratio: Line = {"bench": f"step ratio to {other}"}
-        if other == "sincos":
-            ratio = {"bench": "step ratio stop / sincos"}
-        ratio |= {"time": round(statistics.median(ratios), 4)}
-        ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
-        ratio |= {"memory": round(a / b, 4) if a and b else None}
-        lines.append(ratio | {"rounds": len(ratios)})
-    # Before the profiler, which may fail where the times are fine.
-    text, about = timing.record_lines(lines, out, f"step_{base.arch}"), lines[0]
+        line = {"bench": f"step ratio {'stop / sincos' if other == 'sincos' else f'to {other}'}"}
+        line |= {"time": round(statistics.median(ratios), 4)}
+        line |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
+        line |= {"memory": round(a / b, 4) if a and b else None}
+        yield line | {"rounds": len(ratios)}
+    # Last comes the profiler, which may fail where the times are fine.
     measured = {name: kernels(step.update, device) for name, step in steps.items() if profile}
     a = (choose_precision(base.runtime.precision, device) or torch.float32).itemsize
     by_kind = measured[one][0] if profile and device.type == "cuda" else None  # names of kernels
-    more = [*accounting.lines(accounting.account(base, steps[one].tokens, a), rates, by_kind)]
+    yield from accounting.lines(accounting.account(base, steps[one].tokens, a), rates, by_kind)
     for name, found in measured.items():
-        more += found if name == one else [line | {"with": name} for line in found]
-    return "\n".join([text, timing.record_lines(more, out, f"step_{base.arch}", about)])
+        yield from found if name == one else [line | {"with": name} for line in found]
 
 
 def _pair(text: str) -> dict[str, Any]:
@@ -144,16 +135,10 @@ def _result(
 
 
 def bench_account(
-    preset: str | None,
-    changes: dict[str, Any],
-    *,
-    masks: MaskSource = "own",
-    out: Path | None = None,
-) -> str:
-    """Operations and bytes of a step on a GPU, by shapes alone; returns JSON lines."""
-    config = configure(preset or "vit_b16_stop", changes)
-    if config.arch in BATCH and "optim.batch_size" not in changes:
-        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
+    preset: str | None, changes: dict[str, Any], *, masks: MaskSource = "own"
+) -> Iterator[Line]:
+    """Operations and bytes of a step on a GPU, by shapes alone."""
+    config = usual(preset, changes, on_gpu=True)
     device, one = torch.device("cpu"), [slice(0, 1)]
     if masks == "published":
         shapes = published_masks(config, 1, torch_generator("bench"))
@@ -163,14 +148,12 @@ def bench_account(
     found = accounting.account(config, tokens, 2 if half else accounting.FULL)
     about: Line = {"bench": "step account", **timing.sizes(config), "masks": masks}
     about |= tokens._asdict() | {"precision": "half" if half else "float32"}
-    lines = [about | timing.machine(device), *accounting.lines(found)]
-    return timing.record_lines(lines, out, f"account_{config.arch}")
+    yield about | timing.machine(device)
+    yield from accounting.lines(found)
 
 
-def bench_masks(
-    preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
-) -> str:
-    """Times drawing the masks of one batch on the device; returns a JSON line."""
+def bench_masks(preset: str | None, changes: dict[str, Any], *, rounds: int = 10) -> Iterator[Line]:
+    """Times drawing the masks of one batch on the device."""
     config = usual(preset, changes)
     device, batch_size = choose_device(config.runtime.device), config.optim.batch_size
     steps = itertools.count()
@@ -180,13 +163,12 @@ def bench_masks(
 
     _, *times = [timing.seconds_per_call(draw, device) for _ in range(1 + rounds)]  # warmup first
     line: Line = {"bench": "masks", **timing.sizes(config)}
-    line |= timing.speed(times, batch_size) | timing.circumstances(config)
-    return timing.record_lines([line], out, f"masks_{config.arch}")
+    yield line | timing.speed(times, batch_size) | timing.circumstances(config)
 
 
-def usual(preset: str | None, changes: dict[str, Any]) -> Config:
+def usual(preset: str | None, changes: dict[str, Any], *, on_gpu: bool = False) -> Config:
     """The config to measure; on a GPU with its usual batch size, unless `changes` set one."""
-    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
+    on_gpu |= torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
     config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)
     if on_gpu and config.arch in BATCH and "optim.batch_size" not in changes:
         config = configure(config, {"optim.batch_size": BATCH[config.arch]})
@@ -194,12 +176,12 @@ def usual(preset: str | None, changes: dict[str, Any]) -> Config:
 
 
 # Purpose of a kernel by its name; the first match counts. Inductor's names begin with triton_.
-KINDS = {
-    "norms, residuals, sums": "triton_|reduce_kernel|add_norm",
-    "GELU": "gelu",
-    "attention": "flash|fmha|attention",
-    "matrix products": "gemm|nvjet|cutlass|xmma|splitK",
-    "optimizer and EMA": "multi_tensor_apply|adam",
+KERNELS = {
+    accounting.NORMS: "triton_|reduce_kernel|add_norm",
+    accounting.GELU: "gelu",
+    accounting.ATTENTION: "flash|fmha|attention",
+    accounting.PRODUCTS: "gemm|nvjet|cutlass|xmma|splitK",
+    accounting.OPTIMIZER: "multi_tensor_apply|adam",
 }
 
 
@@ -218,7 +200,7 @@ def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> lis
     lines = []
     for event in sorted(seen.key_averages(), key=lambda event: -getattr(event, key)):
         if us := getattr(event, key):
-            found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event.key))
+            found = (kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key))
             kinds[next(found, "other")] += us
             line: Line = {"bench": "step kernel", "name": event.key[:100]}
             lines.append(line | {"ms": round(us / 1e3 / n, 3), "calls": round(event.count / n)})
