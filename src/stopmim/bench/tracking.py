@@ -22,15 +22,13 @@ from PIL import Image
 from torch import Tensor
 
 from stopmim.base.console import say
-from stopmim.base.random_keys import numpy_generator, torch_generator
+from stopmim.base.random_keys import numpy_generator
 from stopmim.bench.timing import seconds_per_call, timed
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, Davis, Video, read_ahead, read_mask, write_mask
 from stopmim.data.workers import cores
 from stopmim.evals.features import evaluating
 from stopmim.evals.inputs import open_encoder
-from stopmim.evals.propagation import propagate
-from stopmim.evals.recipes import Propagation
 from stopmim.evals.tracking import RED, Tracking, frame_size, results, score, track
 from stopmim.gpu.devices import choose_device
 from stopmim.method.encoder import Encoder
@@ -52,7 +50,6 @@ def tracking(device: str) -> dict[str, float]:
     where = choose_device(device)
     gpu = where.type == "cuda"
     name, few, many, length = ON_GPU if gpu else ON_CPU
-    check_propagation(where)
     encoder = open_encoder(name)
     precision = torch.float16 if gpu else None  # as `eval tracking` has it
     ours = partial(track, encoder, options=Tracking(compat="released"), device=where)
@@ -85,19 +82,6 @@ def tracking(device: str) -> dict[str, float]:
         "reading_frames_per_s": round(reading, 1),
         "encoding_frames_per_s": round(encoding, 1),
     }
-
-
-def check_propagation(device: torch.device) -> None:
-    """Raises an error, within a second, unless `device` propagates labels as a CPU does."""
-    generator = torch_generator("bench tracking")
-    features = torch.randn(6, 40 * 52, 32, generator=generator)
-    first = F.one_hot(torch.randint(3, (40, 52), generator=generator)).permute(2, 0, 1).float()
-    expected = propagate(features, first, Propagation())
-    found = propagate(features.to(device), first.to(device), Propagation()).cpu()
-    # Rounding decides which of two equals is among the best, in one patch of thousands.
-    wrong = float(((found - expected).abs().amax(dim=1) > 1e-3).float().mean())
-    if wrong > 0.01:
-        raise ArithmeticError(f"{device}: {wrong:.0%} of the labels are not those of a CPU")
 
 
 def _read(videos: Sequence[Video]) -> None:
