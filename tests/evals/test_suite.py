@@ -49,6 +49,7 @@ from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result
+from stopmim.evals.showing import Showing
 from stopmim.evals.suite import _warn_of_copies as once
 from stopmim.evals.suite import measure, suite
 from stopmim.evals.views import TrainView, View
@@ -121,10 +122,10 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_are_computed_once_and_come_back_with_the_same_bits() -> None:
     encoder, images = Planted(), Coloured(10)
-    first = frozen(encoder, images, View(24, 24), batch_size=4)
-    assert encoder.calls == [4, 4, 2]
+    first = frozen(encoder, images, View(24, 24))
+    assert encoder.calls == [10]
     encoder.calls.clear()
-    again = frozen(encoder, images, View(24, 24), batch_size=10)
+    again = frozen(encoder, images, View(24, 24))
     assert not encoder.calls
     assert first.dtype == again.dtype == torch.float16
     assert torch.equal(first, again)
@@ -261,9 +262,7 @@ def test_last_and_last_four_are_of_one_extraction() -> None:
     encoder = VisionTransformer(24, 6, width=12, depth=5, heads=2).eval()
     kept = frozen(encoder, Coloured(5), View(24, 24))
     assert kept.shape == (5, 48)
-    pixels = torch.stack(
-        [View(24, 24)(Coloured(5).read(i), numpy_generator("x")) for i in range(5)]
-    )
+    pixels = torch.stack([View(24, 24)(Coloured(5).read(i)) for i in range(5)])
     from stopmim.data.crops import normalise
 
     with torch.no_grad():
@@ -293,8 +292,9 @@ def test_random_views_are_drawn_by_seed_number_and_image() -> None:
     view, encoder, images = TrainView(24), Planted(), Coloured(6, noise=50)
     one, two = (frozen(encoder, images, view, draw=(0, i)) for i in range(2))
     assert not torch.equal(one, two)
-    part = frozen(encoder, images, view, draw=(0, 1), batch_size=1)
-    assert torch.equal(part, two)
+    showing, cpu = Showing(images, view, (0, 1)), torch.device("cpu")
+    alone, together = (torch.cat([x.clone() for x in showing.batches(cpu, n)]) for n in (1, 6))
+    assert torch.equal(alone, together)
 
 
 # ------------------------------------------------------------------------------ protocols

@@ -40,8 +40,8 @@ class View:
         """Edge of the view; the shorter one, if it is not square."""
         return self.crop or (min(self.resize) if isinstance(self.resize, tuple) else self.resize)
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> Tensor:
-        """Maps (H, W, C) to (C, S, S), or a batch (B, H, W, C) of one size; not random."""
+    def __call__(self, image: np.ndarray) -> Tensor:
+        """Maps (H, W, C) to (C, S, S), or a batch (B, H, W, C) of one size."""
         if isinstance(self.resize, tuple):
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
@@ -129,9 +129,8 @@ def probe(dataset: Dataset, arch: str = "vit_b16", *, class_token: bool = False)
     return _usual("bicubic" if size in sizes else "bilinear")
 
 
-CIFAR100_BASE = Views(TrainView(224, scale=None), View(224, None))  # as in the text of I-JEPA
 MAE_PROBE = Views(TrainView(224, mode="bicubic", retry=False), View(256, 224, "bicubic"))
 FINETUNE = _usual("bicubic")  # finetune.py adds RandAugment
 
-# One view for both splits. The released script intends 256 but resizes to 224.
-LOWSHOT = {"released": View(224, 224), "msn": View(256, 224)}
+# Low-shot, both splits: the released script intends 256, as MSN, but resizes to 224.
+LOWSHOT_RELEASED = View(224, 224)
