@@ -11,10 +11,11 @@ from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
 from stopmim.bench import run as bench_run
 from stopmim.bench import saving as bench_saving
-from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
+from stopmim.bench.accounting import account, operations
+from stopmim.bench.step import bench_masks, bench_step, published_masks, tokens_of
 from stopmim.bench.timing import Line, record
 from stopmim.cli import main
-from stopmim.method.build import configure, draw_masks
+from stopmim.method.build import configure
 
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
 
@@ -47,16 +48,7 @@ def test_operations_are_those_of_the_architecture() -> None:
     # Backward costs twice the forward, less the gradients nobody needs: of pixels and of noise.
     unneeded = 52 * patch + 2 * 768 * 384 * 4 * 33
     expected = target + 3 * forward - unneeded
-    assert count_flops(config, masks) / 2 == pytest.approx(expected, rel=1e-3)
-
-
-def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
-    counts = set()
-    for recompute in ("on", "off"):
-        config = configure("tiny_cpu", {"runtime.recompute": recompute})
-        (masks,) = draw_masks(config, 0, [slice(0, 1)], torch.device("cpu"))
-        counts.add(count_flops(config, masks))
-    assert len(counts) == 1
+    assert operations(account(config, tokens_of(masks), 2)) / 2 == pytest.approx(expected, rel=1e-3)
 
 
 def test_figures_of_one_day_are_in_one_file_and_none_is_lost(tmp_path: Path) -> None:

@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim.base.errors import UserError
-from stopmim.bench.step import BATCH, PUBLISHED, copy_rate, usual
+from stopmim.bench.step import BATCH, PUBLISHED, MaskSource, copy_rate, masks_of, tokens_of, usual
 from stopmim.bench.timing import Line, machine
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import HAVE_TRITON, attend
 from stopmim.gpu.blocks import BY_BLOCKS
 from stopmim.gpu.devices import compiled
-from stopmim.method.build import build, draw_masks
+from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
-from stopmim.train.cost import likeliest_step
 from stopmim.train.optimizer import adamw, advance, one_pass
 from stopmim.train.rates import Rates
 
@@ -86,16 +85,13 @@ def _sizes(preset: str) -> list[Input]:
     """Context and predictor of a step with the published masks, or the likeliest own ones."""
     config = usual(preset, {"runtime.device": "cuda"})
     batch, width = BATCH[config.arch], config.predictor.width
-    if config.arch in PUBLISHED:
-        seen, asked = PUBLISHED[config.arch]
-    else:
-        (masks,) = draw_masks(config, likeliest_step(config), [slice(0, 2)], torch.device("cpu"))
-        seen, asked = masks.context.shape[1], masks.targets.shape[2]
+    kind: MaskSource = "published" if config.arch in PUBLISHED else "own"
+    (masks,) = masks_of(config, kind, [slice(0, 1)], torch.device("cpu"))
+    seen, targets, asked = tokens_of(masks)
     size, heads = parse_arch(config.arch)[0], config.predictor.heads or 1
-    both = config.masking.targets * batch
     return [
         Input("context", batch, seen, size.heads, size.width // size.heads),
-        Input("predictor", both, seen + asked, heads, width // heads),
+        Input("predictor", targets * batch, seen + asked, heads, width // heads),
     ]
 
 

@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -18,8 +18,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from stopmim.base.console import say
 from stopmim.base.errors import UserError
@@ -33,10 +31,7 @@ from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method import masks as masking
-from stopmim.method.build import build, configure, draw_masks
-from stopmim.method.loss import masked_loss
-from stopmim.method.model import Batch
-from stopmim.method.predictor import Noise
+from stopmim.method.build import configure, draw_masks
 from stopmim.train.cost import likeliest_step, trial_update
 
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -139,11 +134,8 @@ def bench_account(
 ) -> Iterator[Line]:
     """Operations and bytes of a step on a GPU, by shapes alone."""
     config = usual(preset, changes, on_gpu=True)
-    device, one = torch.device("cpu"), [slice(0, 1)]
-    if masks == "published":
-        shapes = published_masks(config, 1, torch_generator("bench"))
-    else:
-        (shapes,) = draw_masks(config, likeliest_step(config), one, device)
+    device = torch.device("cpu")
+    (shapes,) = masks_of(config, masks, [slice(0, 1)], device)
     tokens, half = tokens_of(shapes), config.runtime.precision != "fp32"
     found = accounting.account(config, tokens, 2 if half else accounting.FULL)
     about: Line = {"bench": "step account", **timing.sizes(config), "masks": masks}
@@ -224,14 +216,16 @@ class WarmStep:
 
 def prepare(config: Config, masks: MaskSource) -> WarmStep:
     """Builds the step of a config and runs it until it is compiled and recorded."""
-    if config.lowres:
-        raise UserError(f"bench: lowres {config.lowres} is not supported; leave it out")
     device, memory = choose_device(config.runtime.device), None
     on_gpu = device.type == "cuda"
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
     kept = _cublas_memory(device) if on_gpu else 0
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    update, shapes = _update(config, masks, device)
+    parts = shares(config.optim.batch_size, config.runtime.accumulate)
+    drawn = masks_of(config, masks, parts, device)
+    tokens = tokens_of(drawn[0])
+    flops = accounting.operations(accounting.account(config, tokens, accounting.FULL))
+    update = trial_update(config, parts, drawn, device)  # always with the same masks and images
     begin = time.perf_counter()
     update()
     timing.wait(device)
@@ -244,7 +238,7 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
         update()
     if on_gpu:
         memory = round((torch.cuda.max_memory_allocated() - before + kept) / 2**20, 1)
-    return WarmStep(update, count_flops(config, shapes), memory, seconds, tokens_of(shapes))
+    return WarmStep(update, flops, memory, seconds, tokens)
 
 
 @cache
@@ -262,17 +256,14 @@ def _cublas_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) - before
 
 
-def _update(
-    config: Config, kind: MaskSource, device: torch.device
-) -> tuple[Callable[[], None], masking.Masks]:
-    """A function that makes one update, always with the same masks and images; and the masks."""
-    parts = shares(config.optim.batch_size, config.runtime.accumulate)
+def masks_of(
+    config: Config, kind: MaskSource, parts: Sequence[slice], device: torch.device
+) -> list[masking.Masks]:
+    """The masks of every part of a batch."""
     if kind == "published":
         generator = torch_generator("bench", device=device)
-        masks = [published_masks(config, parts[0].stop, generator)] * len(parts)
-    else:
-        masks = draw_masks(config, likeliest_step(config), parts, device)
-    return trial_update(config, parts, masks, device), masks[0]
+        return [published_masks(config, parts[0].stop, generator)] * len(parts)
+    return draw_masks(config, likeliest_step(config), parts, device)
 
 
 def published_masks(config: Config, batch: int, generator: torch.Generator) -> masking.Masks:
@@ -292,26 +283,6 @@ def published_masks(config: Config, batch: int, generator: torch.Generator) -> m
 def tokens_of(masks: masking.Masks) -> Tokens:
     blocks, _, target = masks.targets.shape
     return Tokens(masks.context.shape[1], blocks, target)
-
-
-def count_flops(config: Config, masks: masking.Masks) -> float:
-    """Operations of the matrix products of one update, as torch counts them, without running it.
-
-    Recomputed activations (`runtime.recompute`) count once: doing them twice is cost, not work.
-    """
-    usual_way = {"runtime.recompute": "off", "runtime.kernels": "usual", "runtime.residual": "fp32"}
-    config = configure(config, usual_way)
-    # Only the products of the MATH backend are counted.
-    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
-        model = build(config).train()
-        images = torch.empty(1, 3, config.image_size, config.image_size)
-        context = torch.empty_like(masks.context[:1], device="meta")
-        targets = torch.empty_like(masks.targets[:, :1], device="meta")
-        noise: Noise = model.predictor.draw(context, targets)
-        with FlopCounterMode(display=False) as counter:
-            batch = Batch(images, context, targets)
-            masked_loss(model, model.target, batch, noise).loss.backward()
-    return counter.get_total_flops() * config.optim.batch_size
 
 
 def matmul_rate(device: torch.device) -> float:
