@@ -35,8 +35,8 @@ def test_the_usual_test_view_is_resize_256_and_centre_crop_224(shape: tuple[int,
 
 def test_the_filters_are_those_of_the_config_files() -> None:
     def filters(dataset: str) -> str:
-        archs = ("vit_b16", "vit_l16", "vit_h14", "vit_g16", "vit_micro4")
-        views = [probe(dataset, arch) for arch in archs]  # type: ignore[arg-type]
+        sizes = ("b", "l", "h", "g", "micro")
+        views = [probe(dataset, size) for size in sizes]  # type: ignore[arg-type]
         assert all(view.train.mode == view.test.mode for view in views)
         return " ".join("c" if view.test.mode == "bicubic" else "l" for view in views)
 
@@ -45,7 +45,7 @@ def test_the_filters_are_those_of_the_config_files() -> None:
     assert filters("places205") == "l l l c l"
     assert filters("inat18") == "l c l c l"
     assert filters("clevr") == "l l l l l"
-    assert probe("places205", "vit_b16", class_token=True).test.mode == "bicubic"
+    assert probe("places205", "b", class_token=True).test.mode == "bicubic"
 
 
 def test_clevr_is_stretched_and_nothing_of_it_cut_off() -> None:

@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -257,7 +257,7 @@ def _cublas_memory(device: torch.device) -> int:
 
 
 def masks_of(
-    config: Config, kind: MaskSource, parts: Sequence[slice], device: torch.device
+    config: Config, kind: MaskSource, parts: list[slice], device: torch.device
 ) -> list[masking.Masks]:
     """The masks of every part of a batch."""
     if kind == "published":

@@ -78,8 +78,8 @@ class Task:
 
         if self.recipe.init_std is not None:
             return MAE_PROBE
-        arch = next((f"vit_{n}" for n, s in SIZES.items() if s.width == encoder.width), "vit_b")
-        return probe(self.dataset, arch, class_token=encoder.pool == "cls")
+        size = next((name for name, s in SIZES.items() if s.width == encoder.width), "b")
+        return probe(self.dataset, size, class_token=encoder.pool == "cls")
 
 
 TASKS: dict[str, Task] = {

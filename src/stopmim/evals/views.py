@@ -120,11 +120,11 @@ _BICUBIC = {"imagenet": "blhg", "cifar100": "blhg", "inat18": "lg", "places205":
 _BICUBIC_CLASS_TOKEN = "bl"  # DINO, iBOT, MAE: on all four
 
 
-def probe(dataset: Dataset, arch: str = "vit_b16", *, class_token: bool = False) -> Views:
+def probe(dataset: Dataset, size: str = "b", *, class_token: bool = False) -> Views:
     """Views of the linear probes of I-JEPA and StoP; sizes without a VISSL file count as ViT-B."""
     if dataset == "clevr":  # stretched, never cropped: objects at the border count
         return Views(TrainView(224, scale=None), View((224, 224), None))
-    size = arch.removeprefix("vit_")[0] if arch.startswith(("vit_l", "vit_h", "vit_g")) else "b"
+    size = size if size in ("l", "h", "g") else "b"
     sizes = _BICUBIC_CLASS_TOKEN if class_token else _BICUBIC[dataset]
     return _usual("bicubic" if size in sizes else "bilinear")
 
