@@ -80,7 +80,7 @@ def _check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
         raise UserError(f"--size: {size} does not divide into patches of {encoder.patch}")
 
 
-Labels = dict[str, np.ndarray]
+Labels = dict[str, Any]  # columns of numbers
 
 
 def _write_npz(path: Path, names: list[str], features: np.ndarray, labels: Labels) -> None:
