@@ -12,8 +12,9 @@ import tables
 from stopmim.ablations.page import PRETRAINING, PRINTED, ours, page
 from stopmim.ablations.paper import TABLES
 from stopmim.ablations.questions import refuse_without_effect
-from stopmim.ablations.record import as_text
-from stopmim.ablations.recorded import Recorded, recorded, settings
+from stopmim.ablations.record import as_text, read_records
+from stopmim.ablations.recorded import Recorded, Runs, recorded, settings
+from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.cli.run import parse
 from stopmim.config.presets import PRESETS
@@ -136,10 +137,24 @@ def write(
         (root / "table" / f"{name}-{seed}.json").write_text(as_text(tree | more))
 
 
+def runs_in(root: Path) -> Runs:
+    return recorded(read_records(root))
+
+
 def rows(root: Path, name: str) -> dict[str, str]:
     """Rows of the first setting of a table, with what stands in the column of lowshot."""
-    (setting, *_) = settings(TABLES[name], recorded(root))
+    (setting, *_) = settings(TABLES[name], runs_in(root))
     return {row.name: setting.cells(row)["lowshot"] for row in TABLES[name].rows}
+
+
+def test_a_record_without_a_config_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a", {}, 50.0)
+    (file,) = (tmp_path / "table").iterdir()
+    record = json.loads(file.read_text())
+    del record["config"]
+    file.write_text(as_text(record))
+    with pytest.raises(UserError, match=r"a-0\.json: config: not as stopmim ablate writes it"):
+        page(tmp_path)
 
 
 def test_a_run_is_found_by_its_config_whatever_it_is_called(tmp_path: Path) -> None:
@@ -155,7 +170,7 @@ def test_a_run_is_found_by_its_config_whatever_it_is_called(tmp_path: Path) -> N
     write(tmp_path, "e", {"positions": {"kind": "learned"}}, None, None)
     assert rows(tmp_path, "positions")["learned"] == "ran away"
     assert "Not run: learned." not in page(tmp_path)
-    (found,) = settings(TABLES["positions"], recorded(tmp_path))
+    (found,) = settings(TABLES["positions"], runs_in(tmp_path))
     assert "preset `tiny_cpu_quick`, sigma 0.1, " in str(found)
     assert "evaluated on mine.npz (9 images)" in str(found)
 
@@ -167,9 +182,9 @@ def test_the_paper_has_architectures_that_count_apart_and_longer_runs_come_first
     for changes, updates in (({}, 10), ({"optim.batch_size": 8}, 30), (large, 20)):
         write(tmp_path, f"i{updates}", SINE | changes, 1.0, updates=updates)
         write(tmp_path, f"s{updates}", changes, 2.0, updates=updates)
-    found = settings(TABLES["downstream"], recorded(tmp_path))
+    found = settings(TABLES["downstream"], runs_in(tmp_path))
     assert [(one.arch, one.updates) for one in found] == [("ViT-Micro/6", 30), ("ViT-B/16", 20)]
-    assert [one.updates for one in settings(TABLES["positions"], recorded(tmp_path))] == [30]
+    assert [one.updates for one in settings(TABLES["positions"], runs_in(tmp_path))] == [30]
     text = page(tmp_path)
     assert re.search(r"^\| StoP \| ViT-B/16 \|.* below \|$", text, re.M)
     assert re.search(r"^\| StoP \| ViT-L/16 \|.* not run: `vit_l16_stop`", text, re.M)
@@ -189,7 +204,7 @@ def test_other_images_are_transfer_and_checkpoints_stand_in_their_lines(tmp_path
     dino = asked | {"protocol": "linear last4", "value": 61.2}
     given = record | {"row": "DINO ViT-B/16", "config": None, "answers": [dino]}
     (tmp_path / "table" / "dino.json").write_text(json.dumps(given))
-    (found,) = settings(TABLES["transfer"], recorded(tmp_path))
+    (found,) = settings(TABLES["transfer"], runs_in(tmp_path))
     assert (found.columns, found.rows) == (["linear best depth cifar100"], {"StoP"})
     assert rows(tmp_path, "positions")["StoP"] == "50.0 (+10.0)"
     assert re.search(r"^\| DINO \| ViT-B/16 \|.* linear last4 61.2 \|$", page(tmp_path), re.M)

@@ -1,7 +1,5 @@
 """The account of a step: its operations are torch's, its bytes those of a count by hand."""
 
-import json
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -141,9 +139,7 @@ def test_a_floor_is_the_longer_of_both_for_every_part() -> None:
 
 
 def test_an_account_needs_no_gpu_and_is_of_a_batch_for_one() -> None:
-    about, *kinds = map(
-        json.loads, bench_account("vit_h14_stop", {}, masks="published").splitlines()
-    )
+    about, *kinds = bench_account("vit_h14_stop", {}, masks="published")
     assert (about["batch_size"], about["context"], about["target"]) == (64, 73, 43)
     assert [line["kind"] for line in kinds] == list(KINDS)
     per_image = [sum(line["gflop"][part] for line in kinds) / 64 for part in PARTS]

@@ -1,6 +1,7 @@
 """Benchmarks measure what they say."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from stopmim.base.errors import UserError
 from stopmim.bench import growth as bench_growth
 from stopmim.bench import run as bench_run
 from stopmim.bench import saving as bench_saving
-from stopmim.bench.step import bench_masks, bench_step, count_flops, published_masks
-from stopmim.bench.timing import record_lines
+from stopmim.bench.accounting import account, operations
+from stopmim.bench.step import bench_masks, bench_step, published_masks, tokens_of
+from stopmim.bench.timing import Line, record
 from stopmim.cli import main
-from stopmim.method.build import configure, draw_masks
+from stopmim.method.build import configure
 
 QUICK = {"optim.batch_size": 4, "runtime.device": "cpu"}
 
@@ -46,27 +48,30 @@ def test_operations_are_those_of_the_architecture() -> None:
     # Backward costs twice the forward, less the gradients nobody needs: of pixels and of noise.
     unneeded = 52 * patch + 2 * 768 * 384 * 4 * 33
     expected = target + 3 * forward - unneeded
-    assert count_flops(config, masks) / 2 == pytest.approx(expected, rel=1e-3)
-
-
-def test_what_is_computed_twice_to_save_memory_is_counted_once() -> None:
-    counts = set()
-    for recompute in ("on", "off"):
-        config = configure("tiny_cpu", {"runtime.recompute": recompute})
-        (masks,) = draw_masks(config, 0, [slice(0, 1)], torch.device("cpu"))
-        counts.add(count_flops(config, masks))
-    assert len(counts) == 1
+    assert operations(account(config, tokens_of(masks), 2)) / 2 == pytest.approx(expected, rel=1e-3)
 
 
 def test_figures_of_one_day_are_in_one_file_and_none_is_lost(tmp_path: Path) -> None:
-    line = {"bench": "step", "device": "NVIDIA H200", "date": "2026-11-16"}
+    line: Line = {"bench": "step", "arch": "vit_b16", "device": "NVIDIA H200", "date": "2026-11-16"}
     for masks in ("own", "published"):
-        record_lines([line | {"masks": masks}], tmp_path, "step_vit_b16")
+        made = [line | {"masks": masks}, {"more": 1}]
+        assert [*record(made, "step", tmp_path, by_arch=True)] == made
     (file,) = tmp_path.iterdir()
     assert file.name == "step_vit_b16_nvidia-h200_2026-11-16.md"
     title, _, opened, *lines, closed = file.read_text().splitlines()
     assert (title[0], opened, closed) == ("#", "```json", "```")
-    assert [json.loads(one)["masks"] for one in lines] == ["own", "published"]
+    drawn = [json.loads(one).get("masks") for one in lines]
+    assert drawn == ["own", None, "published", None]
+
+
+def test_the_lines_of_a_benchmark_that_is_ended_remain(tmp_path: Path) -> None:
+    def ended() -> Iterator[Line]:
+        yield {"bench": "masks", "device": "x", "date": "2026-11-16"}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(record(ended(), "masks", tmp_path))
+    assert (tmp_path / "masks_x_2026-11-16.md").read_text().splitlines()[-1] == "```"
 
 
 def test_published_masks_are_of_published_architectures() -> None:
@@ -76,9 +81,7 @@ def test_published_masks_are_of_published_architectures() -> None:
 
 
 def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
-    line, *account = map(
-        json.loads, bench_step("tiny_cpu", QUICK, rounds=1, twin=False).split("\n")
-    )
+    line, *account = bench_step("tiny_cpu", QUICK, rounds=1, twin=False)
     rounding = 0.001 / line["matmul_tflops"] + 0.001  # three digits each: much on a busy machine
     assert line["of_matmul"] == pytest.approx(line["tflops"] / line["matmul_tflops"], abs=rounding)
     assert line["tflops"] * 1e12 == pytest.approx(
@@ -91,7 +94,7 @@ def test_a_step_is_judged_by_a_product_measured_in_the_same_run() -> None:
 
 
 def test_masks_are_timed_alone() -> None:
-    line = json.loads(bench_masks("tiny_cpu", QUICK, rounds=2))
+    (line,) = bench_masks("tiny_cpu", QUICK, rounds=2)
     assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
 
 
@@ -102,8 +105,7 @@ def test_growth_has_a_line_for_every_value_and_a_plot_for_every_cause(
     monkeypatch.setattr(bench_growth, "GROWTH", growth)
     small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
     changes = QUICK | small | {"predictor.width": 24, "predictor.depth": 2}
-    text = bench_growth.bench_growth(changes, rounds=1, out=tmp_path)
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = list(bench_growth.bench_growth(changes, rounds=1, out=tmp_path))
     assert [(x["varied"], x["value"]) for x in lines] == [(k, v) for k in growth for v in growth[k]]
     assert lines[1]["ms"] == lines[3]["ms"]  # the same step, measured once
     figure = (tmp_path / "growth.svg").read_text()
@@ -116,8 +118,7 @@ def test_saves_are_timed_with_and_without_waiting(monkeypatch: pytest.MonkeyPatc
     for name, value in (("EPOCHS", 4), ("EVERY", 3)):  # 8 updates, and two saves before the end
         monkeypatch.setattr(bench_saving, name, value)
     small = {"arch": "vit_micro16", "image_size": 96, "masking.context_length": 8}
-    lines = bench_saving.bench_saving("tiny_cpu", QUICK | small)
-    waits, beside = map(json.loads, lines.splitlines())
+    waits, beside = bench_saving.bench_saving("tiny_cpu", QUICK | small)
     assert (waits["bench"], beside["bench"]) == ("saving, training waits", "saving, a thread saves")
     for line in (waits, beside):
         assert line["saves"] == 2
@@ -130,7 +131,7 @@ def test_a_run_is_timed_beside_its_step(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(bench_run, "FILES", {"cpu": 6})
     monkeypatch.setattr(bench_run, "UPDATES", {"cpu": 6})
     several = {"masking.target_scale": (0.06, 0.3), "optim.batch_size": 2, "runtime.log_every": 1}
-    line = json.loads(bench_run.bench_run("tiny_cpu", QUICK | several))
+    (line,) = bench_run.bench_run("tiny_cpu", QUICK | several)
     assert line["files"] == 6
     assert line["epochs"] == 2
     assert line["of_step"] == pytest.approx(
@@ -140,14 +141,14 @@ def test_a_run_is_timed_beside_its_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_step_is_timed_in_turn_with_other_configs() -> None:
     other = "runtime.recompute=on,optim.lr=1e-3"
-    lines = bench_step("tiny_cpu", QUICK, rounds=1, twin=False, versus=(other,)).split("\n")
-    first, second, ratio, *_ = map(json.loads, lines)
+    lines = bench_step("tiny_cpu", QUICK, rounds=1, twin=False, versus=(other,))
+    first, second, ratio, *_ = lines
     assert "with" not in first
     assert second["with"] == other
     assert ratio["bench"] == f"step ratio to {other}"
     assert ratio["time"] == pytest.approx(first["ms"] / second["ms"], rel=0.01)
     with pytest.raises(UserError, match="expected KEY=VALUE"):
-        bench_step("tiny_cpu", QUICK, versus=("runtime.recompute",))
+        list(bench_step("tiny_cpu", QUICK, versus=("runtime.recompute",)))
 
 
 def test_kernels_are_timed_on_a_gpu_only(

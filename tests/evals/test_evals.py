@@ -19,7 +19,7 @@ from stopmim.data.decode import BadImageError
 from stopmim.evals import knn, lowshot
 from stopmim.evals.features import extract, rankme
 from stopmim.evals.knn import knn_accuracy
-from stopmim.evals.linear import L2S, choose_l2, linear_probe
+from stopmim.evals.linear import L2S, linear_probe
 from stopmim.evals.lowshot import fit_logistic, standardise
 from stopmim.evals.results import Result, wilson_interval
 from stopmim.method.encoder import VisionTransformer
@@ -414,12 +414,13 @@ def test_l2_is_chosen_on_samples_that_were_not_fitted() -> None:
     strict, free = ((z @ fit_logistic(z, y, l2).T).argmax(dim=1) == y for l2 in (10.0, 1e-5))
     assert free.all()
     assert not strict.all()  # so that the fitted samples would say 1e-5
-    assert [choose_l2(x, y, seed, (10.0, 1e-5)) for seed in range(3)] == [10.0] * 3
+    for seed in range(3):
+        assert linear_probe(x, y, x, y, seed=seed, l2s=(10.0, 1e-5)).l2 == 10.0
 
 
 def test_of_equally_good_penalties_the_largest_is_chosen() -> None:
     x, y = planted(300, classes=2)
-    assert choose_l2(x, y, 0, (1e-4, 1e-2, 1e-3)) == 1e-2
+    assert linear_probe(x, y, x, y, l2s=(1e-4, 1e-2, 1e-3)).l2 == 1e-2
 
 
 def test_the_split_depends_on_the_seed_and_on_nothing_else() -> None:
@@ -428,7 +429,7 @@ def test_the_split_depends_on_the_seed_and_on_nothing_else() -> None:
     first = linear_probe(x, y, x, y, seed=3)
     torch.manual_seed(2)
     assert torch.equal(linear_probe(x, y, x, y, seed=3).weights, first.weights)
-    assert len({choose_l2(x, y, seed, L2S) for seed in range(8)}) > 1
+    assert len({linear_probe(x, y, x, y, seed=seed, l2s=L2S).l2 for seed in range(8)}) > 1
 
 
 def test_a_label_that_train_does_not_have_counts_as_wrong() -> None:

@@ -189,6 +189,17 @@ def test_tasks_have_the_published_classes_epochs_and_views() -> None:
     assert not TASKS["imagenet_mae"].views(b16).train.retry
 
 
+def test_the_probe_of_mae_is_shorter_from_vit_l_on() -> None:
+    """FINETUNE.md of MAE: 90 epochs for ViT-B, 50 for ViT-L and ViT-H."""
+    with torch.device("meta"):
+        sizes = [VisionTransformer.from_arch(f"vit_{n}", 224) for n in ("s16", "b16", "l16", "h14")]
+    epochs = [TASKS["imagenet_mae"].heads(encoder).epochs for encoder in sizes]
+    assert epochs == [90, 90, 50, 50]
+    large = TASKS["imagenet_mae"].heads(sizes[2])
+    assert large.rate(50) == 0.0  # the cosine ends with it
+    assert {TASKS["imagenet"].heads(encoder).epochs for encoder in sizes} == {28}
+
+
 def test_batch_norm_decays_for_class_tokens_alone() -> None:
     with torch.device("meta"):
         ours, token = (

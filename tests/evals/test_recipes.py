@@ -7,7 +7,7 @@ from PIL import Image
 from test_crops import FILTERS, difference, photo
 
 from stopmim.data.crops import Mode, resized
-from stopmim.evals.views import CIFAR100_BASE, FINETUNE, LOWSHOT, MAE_PROBE, TrainView, View, probe
+from stopmim.evals.views import FINETUNE, LOWSHOT_RELEASED, MAE_PROBE, TrainView, View, probe
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -35,8 +35,8 @@ def test_the_usual_test_view_is_resize_256_and_centre_crop_224(shape: tuple[int,
 
 def test_the_filters_are_those_of_the_config_files() -> None:
     def filters(dataset: str) -> str:
-        archs = ("vit_b16", "vit_l16", "vit_h14", "vit_g16", "vit_micro4")
-        views = [probe(dataset, arch) for arch in archs]  # type: ignore[arg-type]
+        sizes = ("b", "l", "h", "g", "micro")
+        views = [probe(dataset, size) for size in sizes]  # type: ignore[arg-type]
         assert all(view.train.mode == view.test.mode for view in views)
         return " ".join("c" if view.test.mode == "bicubic" else "l" for view in views)
 
@@ -45,7 +45,7 @@ def test_the_filters_are_those_of_the_config_files() -> None:
     assert filters("places205") == "l l l c l"
     assert filters("inat18") == "l c l c l"
     assert filters("clevr") == "l l l l l"
-    assert probe("places205", "vit_b16", class_token=True).test.mode == "bicubic"
+    assert probe("places205", "b", class_token=True).test.mode == "bicubic"
 
 
 def test_clevr_is_stretched_and_nothing_of_it_cut_off() -> None:
@@ -62,10 +62,9 @@ def test_clevr_is_stretched_and_nothing_of_it_cut_off() -> None:
 
 
 def test_the_released_low_shot_view_is_not_the_intended_one() -> None:
-    assert LOWSHOT["released"] == View(224, 224, "bilinear")
-    assert LOWSHOT["msn"] == View(256, 224, "bilinear")
+    assert View(224, 224, "bilinear") == LOWSHOT_RELEASED
     image = photo(300, 400)
-    assert not torch.equal(LOWSHOT["released"](image), LOWSHOT["msn"](image))
+    assert not torch.equal(LOWSHOT_RELEASED(image), View(256, 224)(image))
 
 
 def test_views_scale_with_the_model() -> None:
@@ -73,7 +72,7 @@ def test_views_scale_with_the_model() -> None:
     assert probe("imagenet").at(448).test == View(512, 448, "bicubic")
     assert probe("clevr").at(64).test == View((64, 64), None)
     assert FINETUNE.at(96).train.size == 96
-    assert CIFAR100_BASE.at(64).test(photo(32, 32)).shape == (3, 64, 64)
+    assert View(224, None).at(64)(photo(32, 32)).shape == (3, 64, 64)
     assert probe("inat18").at(48).train(photo(90, 50), np.random.default_rng(0)).shape == (
         3,
         48,

@@ -28,7 +28,7 @@ from stopmim import Run, pretrain
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.files import read_jsonl
 from stopmim.base.random_keys import numpy_generator
-from stopmim.bench.probe import bench_probe
+from stopmim.bench import probe
 from stopmim.cli import main
 from stopmim.config.architectures import SIZES
 from stopmim.data.images import Images
@@ -49,6 +49,7 @@ from stopmim.evals.randaugment import ALL, rand_augment
 from stopmim.evals.recipes import TASKS, TUNINGS, TaskName, Tuning
 from stopmim.evals.request import ImageRequest
 from stopmim.evals.results import Measured, Result
+from stopmim.evals.showing import Showing
 from stopmim.evals.suite import _warn_of_copies as once
 from stopmim.evals.suite import measure, suite
 from stopmim.evals.views import TrainView, View
@@ -121,10 +122,10 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_are_computed_once_and_come_back_with_the_same_bits() -> None:
     encoder, images = Planted(), Coloured(10)
-    first = frozen(encoder, images, View(24, 24), batch_size=4)
-    assert encoder.calls == [4, 4, 2]
+    first = frozen(encoder, images, View(24, 24))
+    assert encoder.calls == [10]
     encoder.calls.clear()
-    again = frozen(encoder, images, View(24, 24), batch_size=10)
+    again = frozen(encoder, images, View(24, 24))
     assert not encoder.calls
     assert first.dtype == again.dtype == torch.float16
     assert torch.equal(first, again)
@@ -261,9 +262,7 @@ def test_last_and_last_four_are_of_one_extraction() -> None:
     encoder = VisionTransformer(24, 6, width=12, depth=5, heads=2).eval()
     kept = frozen(encoder, Coloured(5), View(24, 24))
     assert kept.shape == (5, 48)
-    pixels = torch.stack(
-        [View(24, 24)(Coloured(5).read(i), numpy_generator("x")) for i in range(5)]
-    )
+    pixels = torch.stack([View(24, 24)(Coloured(5).read(i)) for i in range(5)])
     from stopmim.data.crops import normalise
 
     with torch.no_grad():
@@ -293,8 +292,9 @@ def test_random_views_are_drawn_by_seed_number_and_image() -> None:
     view, encoder, images = TrainView(24), Planted(), Coloured(6, noise=50)
     one, two = (frozen(encoder, images, view, draw=(0, i)) for i in range(2))
     assert not torch.equal(one, two)
-    part = frozen(encoder, images, view, draw=(0, 1), batch_size=1)
-    assert torch.equal(part, two)
+    showing, cpu = Showing(images, view, (0, 1)), torch.device("cpu")
+    alone, together = (torch.cat([x.clone() for x in showing.batches(cpu, n)]) for n in (1, 6))
+    assert torch.equal(alone, together)
 
 
 # ------------------------------------------------------------------------------ protocols
@@ -1214,9 +1214,12 @@ def test_help_of_evaluations_does_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_probe_benchmark_says_who_got_how_near_to_the_optimum_in_what_time() -> None:
-    lines = bench_probe(n=60, d=8, classes=3, samples=80).splitlines()
-    ours, theirs, ratio, heads = map(json.loads, lines)
+def test_the_probe_benchmark_says_who_got_how_near_to_the_optimum_in_what_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SMALL", "ON_GPU"):
+        monkeypatch.setattr(probe, name, (60, 8, 3))
+    ours, theirs, ratio, heads, *_ = probe.bench_probe()
     assert (ours["solver"], theirs["solver"]) == ("stopmim", "scikit-learn")
     assert ours["gap"] <= 1e-6
     assert theirs["gap"] <= 1e-6 or theirs["seconds"] > 4 * ours["seconds"]

@@ -17,8 +17,9 @@ from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
 from stopmim.data.subset import Subset
 from stopmim.health.measure import patch_targets
+from stopmim.insight import What
 from stopmim.insight import analyse as analysis
-from stopmim.insight.analyse import What, analyse
+from stopmim.insight.analyse import analyse
 from stopmim.insight.figures import curves, masks, pca, prediction, theory
 from stopmim.insight.figures.pictures import Preview
 from stopmim.insight.figures.subject import Subject, indices, load, pixels

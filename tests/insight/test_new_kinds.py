@@ -12,7 +12,8 @@ from torch import Tensor
 from stopmim.gpu.blocks import take
 from stopmim.health.doctor import diagnose, examine
 from stopmim.health.reference import find_reference
-from stopmim.insight.analyse import What, analyse
+from stopmim.insight import What
+from stopmim.insight.analyse import analyse
 from stopmim.insight.report.page import write_report
 from stopmim.method.build import configure
 from stopmim.method.encoder import VisionTransformer

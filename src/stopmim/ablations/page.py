@@ -9,6 +9,7 @@ from typing import Any
 
 from stopmim.ablations.left import PAPER_PRESET, Left, Scale, minutes_of, paper_minutes, preset_of
 from stopmim.ablations.paper import TABLES
+from stopmim.ablations.record import read_records
 from stopmim.ablations.recorded import NOT_RUN, Cells, Setting, evaluated, recorded, settings
 from stopmim.ablations.report import decimal
 from stopmim.ablations.table import Published, Row, Table
@@ -68,8 +69,8 @@ one should see in them, and what one does not.
 
 def page(folder: Path) -> str:
     """The page for the records in `folder`, as Markdown."""
-    runs = recorded(folder)
-    if not runs:
+    records = read_records(folder)
+    if not (runs := recorded(records)):
         raise UserError(f"{folder}: no records here; name a folder with TABLE/ROW-SEED.json files")
     scale = Scale.of(runs)
     # The main tables come first, as in the paper.
@@ -77,7 +78,7 @@ def page(folder: Path) -> str:
     found = {name: settings(TABLES[name], runs) for name in names}
     parts = [HEAD, overview(found, scale), pretraining()]
     for name in names:
-        others = evaluated(folder, TABLES[name]) if TABLES[name].published else {}
+        others = evaluated(records, TABLES[name]) if TABLES[name].published else {}
         parts += section(name, found[name], scale, others)
     return "\n\n".join(part.strip() for part in [*parts, FIGURES]) + "\n"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from stopmim.ablations.lines import HEALTH, Line, lines, metric, metrics
 from stopmim.ablations.questions import ASKED, is_scenes
-from stopmim.ablations.record import Record, outcome_of, read_records
+from stopmim.ablations.record import Record, outcome_of
 from stopmim.ablations.report import with_interval
 from stopmim.ablations.run import identity
 from stopmim.ablations.table import Row, Table
@@ -64,10 +64,10 @@ class Recorded:
 Runs = Mapping[str, Recorded]  # by identity, whatever the seed
 
 
-def recorded(folder: Path) -> Runs:
-    """All recorded runs in `folder`, the longest first."""
+def recorded(records: Sequence[Record]) -> Runs:
+    """All runs that `records` are about, the longest first."""
     found: dict[str, Recorded] = {}
-    for record in read_records(folder):
+    for record in records:
         if record["config"] is not None:  # else a foreign checkpoint
             config = Config.model_validate_json(json.dumps(record["config"]))
             config = resolve(override(config, {"seed": 0}))
@@ -77,10 +77,10 @@ def recorded(folder: Path) -> Runs:
     return dict(sorted(found.items(), key=lambda item: -item[1].updates))
 
 
-def evaluated(folder: Path, table: Table) -> dict[str, str]:
+def evaluated(records: Sequence[Record], table: Table) -> dict[str, str]:
     """Numbers of foreign checkpoints (``--checkpoint NAME=FILE``), by name."""
     found: dict[str, str] = {}
-    for record in read_records(folder):
+    for record in records:
         if record["config"] is None:
             answers = [in_percent(a) for a in record["answers"] if metric(a)]
             asked = [a for a in answers if a["protocol"].split()[0] in protocols_of(table)]
@@ -129,7 +129,7 @@ class Setting:
     @cached_property
     def lines(self) -> Mapping[str, Line]:
         outcomes = [o for row, run in self.runs.items() for o in run.outcomes(row, self.table)]
-        return {line.name: line for line in lines(self.table, self.config.arch, outcomes)}
+        return {line.name: line for line in lines(self.table, self.run.config.arch, outcomes)}
 
     @property
     def columns(self) -> list[str]:
@@ -156,26 +156,25 @@ class Setting:
         return found.pop() if len(found) == 1 else None
 
     @property
-    def config(self) -> Config:
-        """Config of a row, which has what all rows share."""
-        return next(iter(self.runs.values())).config
+    def run(self) -> Recorded:
+        """The run of a row, which has what all rows share."""
+        return next(iter(self.runs.values()))
 
     @property
     def arch(self) -> str:
-        return printed(self.config.arch)
+        return printed(self.run.config.arch)
 
     @property
     def preset(self) -> str:
-        return str(next(iter(self.runs.values())).records[0]["preset"])
+        return str(self.run.records[0]["preset"])
 
     def __str__(self) -> str:
-        run = next(iter(self.runs.values()))
-        config, sigma = run.config, "" if self.sigma is None else f", sigma {self.sigma:g}"
+        config, sigma = self.run.config, "" if self.sigma is None else f", sigma {self.sigma:g}"
         answers = [a for line in self.lines.values() for o in line.runs for a in o.answers]
         on = ", ".join(_on(answers))
         return (
             f"{self.arch} at {config.image_size} px, preset `{self.preset}`{sigma}, "
-            f"{config.optim.epochs} epochs of `{run.source}` ({self.updates:,} updates)"
+            f"{config.optim.epochs} epochs of `{self.run.source}` ({self.updates:,} updates)"
             f"{f', evaluated on {on}' if on else ''}"
         )
 

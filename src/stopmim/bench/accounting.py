@@ -78,6 +78,11 @@ def account(config: Config, tokens: Tokens, a: int) -> Account:
     return found
 
 
+def operations(found: Account) -> float:
+    """Operations of all parts together."""
+    return sum(work.flops for parts in found.values() for work in parts.values())
+
+
 def lines(
     found: Account,
     rates: tuple[float, float] | None = None,

@@ -6,11 +6,9 @@ Each stage is also timed alone, which shows the bottleneck. On a GPU the figures
 come last, each with its goal.
 """
 
-import json
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stopmim.base.console import say
-from stopmim.bench.loader import write_photos
-from stopmim.bench.timing import Line, machine, record_lines, wait
+from stopmim.bench.loader import PHOTOS, write_photos
+from stopmim.bench.timing import Line, machine, timed, wait
 from stopmim.bench.tracking import tracking
 from stopmim.data import workers
 from stopmim.data.crops import normalise
@@ -44,7 +42,6 @@ from stopmim.evals.views import View, middle
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method.encoder import Encoder
 
-PHOTOS = 64  # different files; each has many names
 CLASSES = 10  # of the images of the suite
 DECODER = 0.95  # goal, as a share of the rate of the decoder alone: nothing else then limits it
 
@@ -67,13 +64,9 @@ ON_CPU = Size("random:vit_micro16@64", "random:vit_micro32@224", 300, 64, 96, 32
 
 
 def bench_evals(
-    parts: Sequence[Part] = (), *, device: str = "auto", rounds: int = 3, out: Path | None = None
-) -> str:
-    """Measures `parts`, by default all; returns JSON lines.
-
-    Lines are printed, and recorded in `out`, as soon as they are known, so that they remain if the
-    command is ended or a part fails. The error of a part is raised at the end.
-    """
+    parts: Sequence[Part] = (), *, device: str = "auto", rounds: int = 3
+) -> Iterator[Line]:
+    """Measures `parts`, by default all; the error of one is raised after the others."""
     where = choose_device(device)
     size = Size() if where.type == "cuda" else ON_CPU
     measures: dict[Part, Callable[[], Iterator[Line]]] = {
@@ -83,22 +76,21 @@ def bench_evals(
         "tracking": lambda: iter([{"bench": "tracking", **tracking(device)}]),
     }
     about: Line = {"bench": "evals", "cores": workers.cores(), **machine(where)}
-    lines, text, failed = [about], [record_lines([about], out, "evals")], list[Exception]()
+    yield about
+    lines, failed = list[Line](), list[Exception]()
     for part in parts or measures:
         say(f"{part} ...")
         try:
             for line in measures[part]():
-                say(json.dumps(line))
                 lines.append(line)
-                text.append(record_lines([line], out, "evals", about))
+                yield line
         except Exception as error:
             failed.append(error)
             say(f"{part}: {error}")
-    if where.type == "cuda" and (reached := goals(lines)):
-        text.append(record_lines(reached, out, "evals", about))
+    if where.type == "cuda":
+        yield from goals(lines)
     if failed:
         raise failed[0]
-    return "\n".join(text)
 
 
 def goals(lines: Sequence[Line]) -> list[Line]:
@@ -132,10 +124,7 @@ def memory(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
 def jpeg(size: Size, device: torch.device, rounds: int) -> Iterator[Line]:
     """Features of photographs in a folder, and how fast these are decoded alone."""
     with tempfile.TemporaryDirectory() as folder:
-        names = write_photos(Path(folder) / "photos", PHOTOS)
-        for i in range(size.files - len(names)):
-            photo = names[i % PHOTOS]
-            os.link(photo, photo.with_name(f"{photo.stem}-{i // PHOTOS}.jpg"))
+        write_photos(Path(folder) / "photos", size.files, PHOTOS)
         images = open_images(Path(folder) / "photos")
         encoder = open_encoder(size.large)
         yield from features("jpeg", encoder, images, size.plain_files, device, rounds)
@@ -152,15 +141,16 @@ def features(
     how: Any = {"size": size, "layers": LAYERS, "device": device, "precision": precision}
     check_features(encoder, images, how)
     try:
-        yield _rate(f"{name}, plain", plain, [_plain(encoder, images, showing.view, plain, device)])
+        seconds = timed(_plain, encoder, images, showing.view, plain, device)
+        yield _rate(f"{name}, plain", plain, [seconds])
     except RuntimeError as error:  # its batches need /dev/shm, which is small in containers
         yield {"bench": f"{name}, plain", "error": str(error)}
-    yield _rate(name, len(images), [_timed(extract, encoder, images, **how) for _ in range(rounds)])
-    views = [_timed(_exhaust, showing.batches(device), device) for _ in range(rounds)]
+    yield _rate(name, len(images), [timed(extract, encoder, images, **how) for _ in range(rounds)])
+    views = [timed(_exhaust, showing.batches(device), device) for _ in range(rounds)]
     yield _rate(f"{name}, views alone", len(images), views)
     batch = next(showing.batches(device)).clone()
-    seconds = [_timed(_forward, encoder, batch, precision) for _ in range(rounds)]
-    yield _rate(f"{name}, encoder alone", 8 * len(batch), seconds)
+    alone = [timed(_forward, encoder, batch, precision) for _ in range(rounds)]
+    yield _rate(f"{name}, encoder alone", 8 * len(batch), alone)
 
 
 def check_features(encoder: Encoder, images: Images, how: Mapping[str, Any]) -> None:
@@ -190,14 +180,14 @@ def whole_suite(size: Size, device: str) -> Iterator[Line]:
     for which in ("first", "second"):
         with tempfile.TemporaryDirectory() as cache, _caching_in(cache):
             inputs = Inputs(encoder, train, test, request)
-            seconds = _timed(suite, inputs, _possible(kinds, inputs))
+            seconds = timed(suite, inputs, _possible(kinds, inputs))
         networks = 1 + inputs.random_inits
         yield {"bench": f"suite, {which} time", "seconds": round(seconds, 2), "networks": networks}
     with _caching_in(""):
         twin = next(inputs.untrained_twins())
-        steps = {"features": _timed(lambda: (twin.train_x, twin.test_x))}
+        steps = {"features": timed(lambda: (twin.train_x, twin.test_x))}
         for kind in _possible(kinds, inputs):
-            steps[kind.name] = _timed(measure, twin, [kind])
+            steps[kind.name] = timed(measure, twin, [kind])
     rounded = {name: round(seconds, 2) for name, seconds in steps.items()}
     yield {"bench": "suite, one untrained network", "images": len(train) + len(test), **rounded}
 
@@ -245,15 +235,12 @@ class _Plain:
         return pixels.sub_(mean).div_(std)
 
 
-def _plain(encoder: Encoder, images: Images, view: Any, n: int, device: torch.device) -> float:
+def _plain(encoder: Encoder, images: Images, view: Any, n: int, device: torch.device) -> None:
     data: Any = _Plain(images, view, n)
-    begin, gpu = time.perf_counter(), device.type == "cuda"
-    found = []
+    gpu = device.type == "cuda"
     with evaluating(encoder):
         for batch in DataLoader(data, 256, num_workers=workers.cores(), pin_memory=gpu):
-            found.append(encoder.features(batch.to(device), LAYERS).cpu())
-    torch.cat(found)
-    return time.perf_counter() - begin
+            encoder.features(batch.to(device), LAYERS).cpu()
 
 
 def _decoded(images: Images) -> float:
@@ -265,7 +252,7 @@ def _decoded(images: Images) -> float:
 
     watched = workers.Watched(images, workers.cores(), 0)
     order = (list(range(i, min(i + 32, len(images)))) for i in range(0, len(images), 32))
-    return _timed(lambda: [*workers.batches(make, order, watched)])
+    return timed(lambda: [*workers.batches(make, order, watched)])
 
 
 def _forward(encoder: Encoder, batch: Tensor, precision: torch.dtype | None) -> None:
@@ -280,12 +267,6 @@ def _exhaust(batches: Iterator[Tensor], device: torch.device) -> None:
     for _ in batches:
         pass
     wait(device)
-
-
-def _timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:
-    begin = time.perf_counter()
-    work(*arguments, **options)
-    return time.perf_counter() - begin
 
 
 def _rate(name: str, images: int, seconds: Sequence[float]) -> Line:

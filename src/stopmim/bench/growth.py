@@ -1,17 +1,16 @@
 """Benchmarks how step time grows with batch, tokens, target blocks, depth and image size."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
-from stopmim.base.console import say
 from stopmim.base.files import replaced
 from stopmim.bench.step import prepare
-from stopmim.bench.timing import circumstances, record_lines, seconds_per_call, sizes, speed
+from stopmim.bench.timing import Line, circumstances, seconds_per_call, sizes, speed
 from stopmim.config.schema import Config
 from stopmim.gpu.devices import choose_device
 from stopmim.method.build import configure
@@ -26,10 +25,12 @@ GROWTH: dict[str, list[Any]] = {
 }
 
 
-def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None) -> str:
-    """Times steps that differ from a baseline in one key; returns JSON lines, and draws them."""
+def bench_growth(
+    changes: dict[str, Any], *, rounds: int = 3, out: Path | None = None
+) -> Iterator[Line]:
+    """Times steps that differ from a baseline in one key, and draws them in `out`."""
     own = {"arch": "vit_s16", "optim.batch_size": 128, "masking.context_scale": (1.0, 1.0)}
-    known: dict[str, dict[str, Any]] = {}  # the baseline is in every series, but measured once
+    known: dict[str, Line] = {}  # the baseline is in every series, but measured once
     lines = []
     for key, values in GROWTH.items():
         for value in values:
@@ -37,16 +38,15 @@ def bench_growth(changes: dict[str, Any], *, rounds: int = 3, out: Path | None =
             name = config.model_dump_json()
             if name not in known:
                 known[name] = _measure(config, rounds)
-                say(f"{key} {value}: {known[name]['ms']} ms")
             lines.append({"bench": "growth", "varied": key, "value": value} | known[name])
+            yield lines[-1]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         with replaced(out / "growth.svg") as temporary:
             draw_growth(lines).savefig(temporary)
-    return record_lines(lines, out, "growth")
 
 
-def _measure(config: Config, rounds: int) -> dict[str, Any]:
+def _measure(config: Config, rounds: int) -> Line:
     device = choose_device(config.runtime.device)
     step = prepare(config, "own")
     times = [seconds_per_call(step.update, device) for _ in range(rounds)]
@@ -59,7 +59,7 @@ def _measure(config: Config, rounds: int) -> dict[str, Any]:
     return line
 
 
-def draw_growth(lines: Sequence[dict[str, Any]]) -> Figure:
+def draw_growth(lines: Sequence[Line]) -> Figure:
     """Draws the lines of `bench_growth`: one small plot per varied key."""
     names = list(dict.fromkeys(line["varied"] for line in lines))
     figure = Figure(figsize=(3 * len(names), 2.8), layout="constrained")

@@ -10,7 +10,6 @@ at the rate of a large copy, are the floor.
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,21 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stopmim.base.errors import UserError
-from stopmim.bench.step import BATCH, PUBLISHED, usual
-from stopmim.bench.timing import Line, machine, record_each
+from stopmim.bench.step import BATCH, PUBLISHED, MaskSource, copy_rate, masks_of, tokens_of, usual
+from stopmim.bench.timing import Line, machine
 from stopmim.config.architectures import parse_arch
 from stopmim.gpu.attention import HAVE_TRITON, attend
 from stopmim.gpu.blocks import BY_BLOCKS
 from stopmim.gpu.devices import compiled
-from stopmim.method.build import build, draw_masks
+from stopmim.method.build import build
 from stopmim.method.model import MaskedImageModel
-from stopmim.train.cost import likeliest_step
 from stopmim.train.optimizer import adamw, advance, one_pass
 from stopmim.train.rates import Rates
 
 PRESETS = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop", "small_images")
 EPS = 1e-6
-COPY = 2**30  # bytes of the copy that gives the rate of memory
 MS = 20  # of one measurement
 # Values for `norm.RESIDENT` and `norm.STAGES`: only a GPU shows which is fastest.
 CHOICES = [(resident, stages) for resident in (16, 24, 32, 48) for stages in (1, 2, 3)]
@@ -41,7 +38,7 @@ CHOICES = [(resident, stages) for resident in (16, 24, 32, 48) for stages in (1,
 PIECES = [(2048, 1024, 8), (8192, 512, 4), (8192, 1024, 4), (8192, 2048, 8), (32768, 1024, 8)]
 
 
-class Tokens(NamedTuple):
+class Input(NamedTuple):
     """The input of a block: `n` tokens for each of `batch` images, of heads * channels."""
 
     where: str
@@ -62,15 +59,12 @@ class Case(NamedTuple):
     bytes: tuple[int, int]  # that must be moved, forward and backward
 
 
-def bench_kernels(*, rounds: int = 10, out: Path | None = None) -> str:
-    """Times every fused kernel at every size of the presets; returns JSON lines."""
+def bench_kernels(*, rounds: int = 10) -> Iterator[Line]:
+    """Times every fused kernel at every size of the presets."""
     if not HAVE_TRITON:
         raise UserError("bench kernels: needs a GPU with triton; run it where there is one")
-    return record_each(_lines(rounds, torch.device("cuda")), out, "kernels")
-
-
-def _lines(rounds: int, device: torch.device) -> Iterator[Line]:
-    rate = _copy_rate(device)
+    device = torch.device("cuda")
+    rate = copy_rate(device)
     yield {"bench": "kernels, copy", "gb_per_s": round(rate / 1e9), **machine(device)}
     for preset in PRESETS:
         for tokens in _sizes(preset):
@@ -87,20 +81,17 @@ def _lines(rounds: int, device: torch.device) -> Iterator[Line]:
     yield from _pieces(device)
 
 
-def _sizes(preset: str) -> list[Tokens]:
+def _sizes(preset: str) -> list[Input]:
     """Context and predictor of a step with the published masks, or the likeliest own ones."""
     config = usual(preset, {"runtime.device": "cuda"})
     batch, width = BATCH[config.arch], config.predictor.width
-    if config.arch in PUBLISHED:
-        seen, asked = PUBLISHED[config.arch]
-    else:
-        (masks,) = draw_masks(config, likeliest_step(config), [slice(0, 2)], torch.device("cpu"))
-        seen, asked = masks.context.shape[1], masks.targets.shape[2]
+    kind: MaskSource = "published" if config.arch in PUBLISHED else "own"
+    (masks,) = masks_of(config, kind, [slice(0, 1)], torch.device("cpu"))
+    seen, targets, asked = tokens_of(masks)
     size, heads = parse_arch(config.arch)[0], config.predictor.heads or 1
-    both = config.masking.targets * batch
     return [
-        Tokens("context", batch, seen, size.heads, size.width // size.heads),
-        Tokens("predictor", both, seen + asked, heads, width // heads),
+        Input("context", batch, seen, size.heads, size.width // size.heads),
+        Input("predictor", targets * batch, seen + asked, heads, width // heads),
     ]
 
 
@@ -114,7 +105,7 @@ def _add_norm(
     return y, F.layer_norm(y.to(gamma.dtype), y.shape[-1:], gamma, beta, EPS).to(delta.dtype)
 
 
-def _norm(tokens: Tokens, stream: torch.dtype, device: torch.device) -> Case:
+def _norm(tokens: Input, stream: torch.dtype, device: torch.device) -> Case:
     from stopmim.gpu.kernels.norm import add_norm
 
     def ours(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -131,7 +122,7 @@ def _norm(tokens: Tokens, stream: torch.dtype, device: torch.device) -> Case:
     return Case(ours, compiled(_add_norm), _add_norm, inputs, [above_y, above_h], moved)
 
 
-def _attention(tokens: Tokens, device: torch.device) -> Case:
+def _attention(tokens: Input, device: torch.device) -> Case:
     from stopmim.gpu.kernels.blockwise import block_attention
 
     heads, width = tokens.heads, tokens.heads * tokens.channels
@@ -235,7 +226,8 @@ def _pieces(device: torch.device) -> Iterator[Line]:
         yield line | {"warps": warps, "us": round(1e3 * ms, 1)}
 
 
-def _time(function: Callable[[], None]) -> float:
+def _time(function: Callable[[], object]) -> float:
+    """Median milliseconds of a call."""
     from triton.testing import do_bench_cudagraph
 
     return float(do_bench_cudagraph(function, MS, return_mode="median"))
@@ -282,27 +274,20 @@ def _times(
     functions: dict[str, Callable[..., tuple[Tensor, ...]]], case: Case, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Median milliseconds of forward alone, and of both ways, of each function."""
-    from triton.testing import do_bench_cudagraph
-
     kept: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     inputs = [x.detach().requires_grad_() for x in case.inputs]
     for _ in range(rounds):
         for name, function in functions.items():
             with torch.no_grad():
-                forward = do_bench_cudagraph(
-                    lambda f=function: f(*inputs), MS, return_mode="median"
-                )
-            both = do_bench_cudagraph(
-                lambda f=function: _both(f, inputs, case.above), MS, return_mode="median"
-            )
-            kept[name].append((forward, both))
+                forward = _time(partial(function, *inputs))
+            kept[name].append((forward, _time(partial(_both, function, inputs, case.above))))
     return {
         name: (statistics.median(a for a, _ in times), statistics.median(b for _, b in times))
         for name, times in kept.items()
     }
 
 
-def _choices(tokens: Tokens, device: torch.device) -> Iterator[Line]:
+def _choices(tokens: Input, device: torch.device) -> Iterator[Line]:
     """Times of the norm with other numbers of programs and stages."""
     from stopmim.gpu.kernels import norm
 
@@ -313,13 +298,3 @@ def _choices(tokens: Tokens, device: torch.device) -> Iterator[Line]:
         line: Line = {"bench": "kernels, choice", "where": tokens.where, "resident": resident}
         spent = {"forward_us": 1e3 * forward, "backward_us": 1e3 * (both - forward)}
         yield line | {"stages": stages} | {name: round(us, 1) for name, us in spent.items()}
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes per second of a large copy, read and written."""
-    from triton.testing import do_bench_cudagraph
-
-    source = torch.randint(0, 256, (COPY,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = [do_bench_cudagraph(lambda: target.copy_(source), MS) for _ in range(3)]
-    return 2 * COPY / (1e-3 * min(times))

@@ -13,11 +13,10 @@ import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -27,7 +26,8 @@ from PIL import Image
 from torch import Tensor
 
 from stopmim.base.console import say
-from stopmim.bench.timing import machine, record_lines
+from stopmim.base.errors import UserError
+from stopmim.bench.timing import Line, machine, one_thread
 from stopmim.config.presets import PRESETS
 from stopmim.config.schema import Config, OptimConfig, RuntimeConfig
 from stopmim.data.crops import crop_box, resized_crop
@@ -46,29 +46,28 @@ PACKED = 256  # shorter side of the images that `stopmim pack --size` writes
 INDEXED, RENDERED = 100_000, 4000  # files of a folder; scenes of 64 px
 FED = ("vit_b16_stop", "vit_l16_stop", "vit_h14_stop")  # presets whose rate on one H200 is known
 GPUS = 8  # of a large machine
+PHOTOS = 64  # different photos in a large folder
 
-Lines = list[dict[str, Any]]
 Way = Callable[[bytes, np.random.Generator], Tensor]  # from a file to an image of a batch
 Times = dict[str, list[float]]  # name of a variant -> seconds of each round
 
 
-def bench_loader(*, rounds: int = 5, rate: float | None = None, out: Path | None = None) -> str:
-    """Times reading and cropping; returns JSON lines.
+def bench_loader(*, rounds: int = 5, rate: float | None = None) -> Iterator[Line]:
+    """Times reading and cropping.
 
-    The last ones say how many such cores a GPU needs that takes `rate` images per second, or one
+    The last lines say how many such cores a GPU needs that takes `rate` images per second, or one
     H200 with the presets of the paper.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            lines = _measure(Path(folder), rounds)
-    finally:
-        torch.set_num_threads(threads)
-    speed = {line["bench"]: line["images_per_s"] for line in lines if "images_per_s" in line}
+    if rate is not None and not 0 < rate < math.inf:
+        raise UserError(f"--rate {rate:g}: expected images per second, above 0")
+    speed: Line = {}
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        for line in _measure(Path(folder), rounds):
+            speed[line["bench"]] = line.get("images_per_s")
+            yield line
     taken = {"a GPU": rate} if rate else {name: preset_rate(name) for name in FED}
-    lines += [feeding(name, one, speed["loader, workers 1"]) for name, one in taken.items()]
-    return record_lines(lines, out, "loader")
+    for name, one in taken.items():
+        yield feeding(name, one, speed["loader, workers 1"])
 
 
 def preset_rate(name: str) -> float:
@@ -78,17 +77,17 @@ def preset_rate(name: str) -> float:
     return preset().optim.epochs * preset.cost.images / (3600 * preset.cost.hours)
 
 
-def feeding(name: str, rate: float, one_worker: float) -> dict[str, Any]:
+def feeding(name: str, rate: float, one_worker: float) -> Line:
     """The cores that keep a GPU busy: one per worker, and one for the process that trains.
 
     On several GPUs each has its own; computed, as nothing is shared but disk and memory.
     """
     workers = math.ceil(rate / one_worker)
-    about = {"bench": f"cores for {name}", "of_gpu": round(rate, 1), "workers": workers}
+    about: Line = {"bench": f"cores for {name}", "of_gpu": round(rate, 1), "workers": workers}
     return about | {"cores": workers + 1, f"cores_for_{GPUS}_gpus": GPUS * (workers + 1)}
 
 
-def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
+def bench_index(*, rounds: int = 5) -> Iterator[Line]:
     """Times the work before the first image: indexing a folder, and rendering scenes."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "images"
@@ -97,21 +96,17 @@ def bench_index(*, rounds: int = 5, out: Path | None = None) -> str:
         for i in range(INDEXED):
             (root / f"{i % 100:02}" / f"{i}.jpg").touch()
         time.sleep(SETTLED_NS / 1e9)  # a folder that may still be changing is not cached
-        times: Times = {}
+        yield {"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}
         for name, cache in (("anew", ""), ("kept", str(Path(folder) / "cache"))):
             with mock.patch.dict(os.environ, STOPMIM_CACHE=cache):
-                times |= take_turns({name: lambda: open_images(root)}, rounds)
-    rendered = take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds)["scenes"]
-    lines: Lines = [{"bench": "index", "cores": cores(), **machine(torch.device("cpu"))}]
-    lines += [
-        {"bench": f"{INDEXED} files, {name}"} | _summary("seconds", seconds, 2)
-        for name, seconds in times.items()
-    ]
-    return record_lines([*lines, rate("scenes of 64 px", rendered, RENDERED)], out, "index")
+                (seconds,) = take_turns({name: lambda: open_images(root)}, rounds).values()
+            yield {"bench": f"{INDEXED} files, {name}"} | _summary("seconds", seconds, 2)
+    (seconds,) = take_turns({"scenes": lambda: Scenes(RENDERED, 64)}, rounds).values()
+    yield rate("scenes of 64 px", seconds, RENDERED)
 
 
-def _measure(root: Path, rounds: int) -> Lines:
-    files = write_photos(root / "photos", FILES)
+def _measure(root: Path, rounds: int) -> Iterator[Line]:
+    files = write_photos(root / "photos", FILES, FILES)
     with tarfile.open(root / "photos.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
         for file in files:
             tar.add(file, file.name)
@@ -121,28 +116,29 @@ def _measure(root: Path, rounds: int) -> Lines:
         ways["simplejpeg"] = partial(_ours, fast=True)
     kilobytes = round(sum(map(len, data)) / FILES / 1e3, 1)
     about = {"bench": "loader", "files": FILES, "kilobytes": kilobytes, "cores": cores()}
-    lines: Lines = [about | {"pillow": PIL.__version__} | machine(torch.device("cpu"))]
+    yield about | {"pillow": PIL.__version__} | machine(torch.device("cpu"))
     # The clock of this thread's own work is less disturbed by other processes.
     pipelines = {name: partial(_read, data, way) for name, way in ways.items()}
     times = take_turns(pipelines, rounds, time.process_time)
-    lines += [rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items()]
-    lines += [ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:]]
+    yield from (rate(f"one thread, {name}", seconds, FILES) for name, seconds in times.items())
+    yield from (ratio(f"{name} / usual", times[name], times["usual"]) for name in [*times][1:])
     photos, archive = open_images(root / "photos"), open_images(root / "photos.tar")
     times = take_turns({f"workers {n}": partial(_load, photos, n) for n in (1, 2)}, rounds)
-    lines += [rate(f"loader, {name}", seconds, EPOCHS * FILES) for name, seconds in times.items()]
-    lines.append(ratio("two workers / one", times["workers 2"], times["workers 1"]))
+    for name, seconds in times.items():
+        yield rate(f"loader, {name}", seconds, EPOCHS * FILES)
+    yield ratio("two workers / one", times["workers 2"], times["workers 1"])
     single = {"single": partial(_load, photos, 1, batch=1), "whole": partial(_load, photos, 1)}
     times = take_turns(single, rounds)
-    lines.append(ratio(f"{BATCH} images per message / one", times["whole"], times["single"]))
+    yield ratio(f"{BATCH} images per message / one", times["whole"], times["single"])
     both = {"tar": partial(_load, archive, 1), "folder": partial(_load, photos, 1)}
     times = take_turns(both, rounds)
-    lines.append(ratio("tar / folder", times["tar"], times["folder"]))
+    yield ratio("tar / folder", times["tar"], times["folder"])
     pack(photos, root / "packed", size=PACKED)
     small = open_images(root / "packed")
     both = {"packed": partial(_load, small, 1), "folder": partial(_load, photos, 1)}
     times = take_turns(both, rounds)
-    lines.append(rate(f"loader, packed at {PACKED} px", times["packed"], EPOCHS * FILES))
-    return [*lines, ratio(f"packed at {PACKED} px / folder", times["packed"], times["folder"])]
+    yield rate(f"loader, packed at {PACKED} px", times["packed"], EPOCHS * FILES)
+    yield ratio(f"packed at {PACKED} px / folder", times["packed"], times["folder"])
 
 
 # ------------------------------------------------------------------------------ timed variants
@@ -203,18 +199,18 @@ def take_turns(
     return times
 
 
-def rate(name: str, seconds: list[float], images: int) -> dict[str, Any]:
+def rate(name: str, seconds: list[float], images: int) -> Line:
     return {"bench": name} | _summary("images_per_s", [images / s for s in seconds], 1)
 
 
-def ratio(name: str, ours: list[float], others: list[float]) -> dict[str, Any]:
+def ratio(name: str, ours: list[float], others: list[float]) -> Line:
     """Speed relative to `others`: ratio of the medians, and median of the per-round ratios."""
     speed = round(statistics.median(others) / statistics.median(ours), 3)
     ratios = [b / a for a, b in zip(ours, others, strict=True)]
     return {"bench": name, "speed": speed} | _summary("paired", ratios, 3)
 
 
-def _summary(name: str, values: list[float], digits: int) -> dict[str, float]:
+def _summary(name: str, values: list[float], digits: int) -> Line:
     found = {name: statistics.median(values), "min": min(values), "max": max(values)}
     return {key: round(value, digits) for key, value in found.items()}
 
@@ -222,12 +218,15 @@ def _summary(name: str, values: list[float], digits: int) -> dict[str, float]:
 # ------------------------------------------------------------------------------ the images
 
 
-def write_photos(folder: Path, count: int) -> list[Path]:
-    """Writes JPEGs of 500x375 pixels and about 105 KB, with detail at every scale, like photos."""
+def write_photos(folder: Path, count: int, different: int) -> list[Path]:
+    """Writes JPEGs of 500x375 pixels and about 105 KB, with detail at every scale, like photos.
+
+    After the first `different` ones come other names of the same files.
+    """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    paths = []
-    for i in range(count):
+    paths = [folder / f"{i:05}.jpg" for i in range(count)]
+    for path in paths[:different]:
         image = np.full((375, 500, 3), 128.0)
         for width in (4, 8, 16, 32, 64, 128, 250, 500):
             grain = rng.standard_normal((width * 3 // 4, width, 1))
@@ -236,6 +235,7 @@ def write_photos(folder: Path, count: int) -> list[Path]:
                 layer = Image.fromarray(grain[:, :, c].astype(np.float32))
                 layer = layer.resize((500, 375), Image.Resampling.BICUBIC)
                 image[:, :, c] += 60 / width**0.27 * np.asarray(layer)
-        paths.append(folder / f"{i:04}.jpg")
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(paths[-1], quality=90)
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+    for i in range(different, count):
+        os.link(paths[i % different], paths[i])
     return paths

@@ -9,16 +9,15 @@ import resource
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from stopmim.bench.loader import Lines, rate, ratio, take_turns
-from stopmim.bench.timing import machine, record_lines
+from stopmim.bench.loader import rate, ratio, take_turns
+from stopmim.bench.timing import Line, machine, one_thread
 from stopmim.data.crops import Box, crop_box, resized
 from stopmim.data.rasters.open import open_raster
 from stopmim.data.rasters.raster import Raster
@@ -29,20 +28,16 @@ LARGE, TILE, TILES, CROPS, CROP = 20_000, 256, 16, 64, 224
 STRIP = 8 * TILE  # rows of the large file that are decoded at a time
 
 
-def bench_rasters(*, rounds: int = 5, out: Path | None = None) -> str:
-    """Times reading arrays; returns JSON lines, with the ratios last."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            lines = [*_crops(Path(folder), rounds), *_bands(Path(folder), rounds)]
-    finally:
-        torch.set_num_threads(threads)
-    about = {"bench": "rasters", "files": FILES, "side": SIDE, "bands": BANDS, "large": LARGE}
-    return record_lines([about | machine(torch.device("cpu")), *lines], out, "rasters")
+def bench_rasters(*, rounds: int = 5) -> Iterator[Line]:
+    """Times reading arrays; the ratios come last."""
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        about = {"bench": "rasters", "files": FILES, "side": SIDE, "bands": BANDS, "large": LARGE}
+        yield about | machine(torch.device("cpu"))
+        yield from _crops(Path(folder), rounds)
+        yield from _bands(Path(folder), rounds)
 
 
-def _bands(root: Path, rounds: int) -> Iterator[dict[str, Any]]:
+def _bands(root: Path, rounds: int) -> Iterator[Line]:
     """TIFF in which pixels, or bands, or pages follow one another, against .npy."""
     rng = np.random.default_rng(0)
     kinds = ("pixels", "bands", "pages", "npy")
@@ -75,7 +70,7 @@ def _load_all(paths: list[Path]) -> None:
         np.load(path)
 
 
-def _crops(root: Path, rounds: int) -> Lines:
+def _crops(root: Path, rounds: int) -> Iterator[Line]:
     """Crops of one to four times the size of a view, against decoding the whole file."""
     path = root / "large.tif"
     path.write_bytes(large_tiff())
@@ -85,12 +80,10 @@ def _crops(root: Path, rounds: int) -> Lines:
     peak = _peak() - before
     whole = take_turns({"whole": partial(_decode, raster)}, max(1, rounds // 5))["whole"]
     each = [seconds / CROPS for seconds in crops]
-    return [
-        rate(f"crops of {LARGE}x{LARGE}", crops, CROPS),
-        {"bench": "whole", "seconds": round(min(whole), 3)},
-        {"bench": "crop / whole", "speed": round(min(whole) / sorted(each)[len(each) // 2], 1)},
-        {"bench": "memory of crops", "mebibytes": peak},
-    ]
+    yield rate(f"crops of {LARGE}x{LARGE}", crops, CROPS)
+    yield {"bench": "whole", "seconds": round(min(whole), 3)}
+    yield {"bench": "crop / whole", "speed": round(min(whole) / sorted(each)[len(each) // 2], 1)}
+    yield {"bench": "memory of crops", "mebibytes": peak}
 
 
 def _crop(path: Path) -> None:
@@ -115,41 +108,29 @@ def _peak() -> int:
 # ------------------------------------------------------------------------------ the files
 
 
+HEADER = b"II*\0\0\0\0\0"  # little-endian; the offset of the first directory stands at byte 4
+
+
 def write_tiff(pages: list[np.ndarray], *, separate: bool = False) -> bytes:
     """An uncompressed TIFF of uint16 pages (H, W, C), or (C, H, W) if they are `separate`."""
-    data, starts = b"II*\0\0\0\0\0", list[int]()
+    data, link = HEADER + b"".join(page.tobytes() for page in pages), 4
+    start = len(HEADER)
     for page in pages:
-        starts.append(len(data))
-        data += page.tobytes()
-    links = [4]  # where the offset of the next directory stands
-    for page, start in zip(pages, starts, strict=True):
         bands, height, width = page.shape if separate else (page.shape[2], *page.shape[:2])
         count = bands if separate else 1
         size = page.nbytes // count
-        data = _link(data, links[-1])
-        table = len(data) + 2 + 12 * 11 + 4  # offsets, sizes and bits follow the directory
-        offsets = struct.pack(f"<{count}I", *(start + i * size for i in range(count)))
-        sizes = struct.pack(f"<{count}I", *[size] * count)
-        bits = struct.pack(f"<{bands}H", *[16] * bands)
-        entries = [
-            _entry(256, 4, 1, width), _entry(257, 4, 1, height),
-            _entry(258, 3, bands, 16 if bands == 1 else table + 8 * count),
-            _entry(259, 3, 1, 1), _entry(262, 3, 1, 1),
-            _entry(273, 4, count, start if count == 1 else table),
-            _entry(277, 3, 1, bands), _entry(278, 4, 1, height),
-            _entry(279, 4, count, size if count == 1 else table + 4 * count),
-            _entry(284, 3, 1, 2 if separate else 1), _entry(339, 3, 1, 1),
-        ]  # fmt: skip
-        data += struct.pack("<H", len(entries)) + b"".join(entries)
-        links.append(len(data))
-        data += bytes(4) + offsets + sizes + bits
+        tags = {256: [width], 257: [height], 258: [16] * bands, 259: [1], 262: [1]}
+        tags |= {273: [start + i * size for i in range(count)], 277: [bands], 278: [height]}
+        tags |= {279: [size] * count, 284: [2 if separate else 1], 339: [1]}
+        data, link = _with_directory(data, link, tags)
+        start += page.nbytes
     return data
 
 
 def large_tiff() -> bytes:
     """An RGB image of LARGE x LARGE pixels in tiles of deflate."""
     rng, each = np.random.default_rng(0), (-(-LARGE // TILE)) ** 2
-    data, places = b"II*\0\0\0\0\0", list[tuple[int, int]]()
+    data, places = HEADER, list[tuple[int, int]]()
     for _ in range(TILES):
         coarse = rng.integers(0, 256, (TILE // 8, TILE // 8, 3)).repeat(8, 0).repeat(8, 1)
         tile = (coarse // 2 + rng.integers(0, 8, coarse.shape)).astype(np.uint8)
@@ -157,24 +138,20 @@ def large_tiff() -> bytes:
         places.append((len(data), len(packed)))
         data += packed
     chosen = [places[i] for i in rng.integers(0, TILES, each)]
-    offsets = len(data)
-    for values in zip(*chosen, strict=True):
-        data += struct.pack(f"<{each}I", *values)
-    bits = len(data)
-    data = _link(data + struct.pack("<3H", 8, 8, 8), 4)
-    entries = [
-        _entry(256, 4, 1, LARGE), _entry(257, 4, 1, LARGE), _entry(258, 3, 3, bits),
-        _entry(259, 3, 1, 8), _entry(262, 3, 1, 2), _entry(277, 3, 1, 3),
-        _entry(322, 4, 1, TILE), _entry(323, 4, 1, TILE), _entry(324, 4, each, offsets),
-        _entry(325, 4, each, offsets + 4 * each),
-    ]  # fmt: skip
-    return data + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    offsets, lengths = zip(*chosen, strict=True)
+    tags = {256: [LARGE], 257: [LARGE], 258: [8] * 3, 259: [8], 262: [2], 277: [3], 322: [TILE]}
+    return _with_directory(data, 4, tags | {323: [TILE], 324: offsets, 325: lengths})[0]
 
 
-def _entry(tag: int, kind: int, count: int, value: int) -> bytes:
-    return struct.pack("<HHII", tag, kind, count, value)
-
-
-def _link(data: bytes, at: int) -> bytes:
-    """`data`, with its length at byte `at`: a directory comes next."""
-    return data[:at] + struct.pack("<I", len(data)) + data[at + 4 :]
+def _with_directory(data: bytes, link: int, tags: Mapping[int, Sequence[int]]) -> tuple[bytes, int]:
+    """`data` and a directory, to which byte `link` points, and where the link to the next is."""
+    start = len(data)
+    end = start + 2 + 12 * len(tags) + 4  # lists of values follow the directory
+    entries, lists = struct.pack("<H", len(tags)), b""
+    for tag, values in tags.items():
+        packed = struct.pack(f"<{len(values)}I", *values)
+        inside = packed if len(values) == 1 else struct.pack("<I", end + len(lists))
+        lists += b"" if len(values) == 1 else packed
+        entries += struct.pack("<HHI", tag, 4, len(values)) + inside  # all numbers have 32 bits
+    data = data[:link] + struct.pack("<I", start) + data[link + 4 :]
+    return data + entries + bytes(4) + lists, end - 4

@@ -5,15 +5,15 @@ logs and saves. Only its targets have one size, the likeliest, so that one updat
 first half is left out: it compiles, records and fills the queues.
 """
 
-import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stopmim.base.console import say
-from stopmim.bench.loader import write_photos
+from stopmim.bench.loader import PHOTOS, write_photos
 from stopmim.bench.step import prepare, usual
-from stopmim.bench.timing import Line, circumstances, record_lines, seconds_per_call, sizes
+from stopmim.bench.timing import Line, circumstances, seconds_per_call, sizes
 from stopmim.data.sources.open import open_images
 from stopmim.gpu.devices import choose_device
 from stopmim.method.build import build_sampler, configure
@@ -21,13 +21,12 @@ from stopmim.runs.run import Run
 from stopmim.train.cost import likeliest_step
 from stopmim.train.loop import pretrain
 
-PHOTOS = 64  # different files; each has many names
 FILES = {"cuda": 6000, "cpu": 256}
 UPDATES = {"cuda": 1000, "cpu": 32}
 
 
-def bench_run(preset: str | None, changes: dict[str, Any], *, out: Path | None = None) -> str:
-    """Times a step and then a run of the same config; returns JSON lines."""
+def bench_run(preset: str | None, changes: dict[str, Any]) -> Iterator[Line]:
+    """Times a step and then a run of the same config."""
     config = usual(preset, changes)
     if drawn := build_sampler(config).sizes(config.seed, likeliest_step(config)):
         height, width = drawn.target
@@ -39,10 +38,7 @@ def bench_run(preset: str | None, changes: dict[str, Any], *, out: Path | None =
     epochs = -(-UPDATES[device.type] // max(1, files // batch))
     config = configure(config, {"optim.epochs": epochs, "optim.warmup_epochs": 0})
     with tempfile.TemporaryDirectory() as folder:
-        names = write_photos(Path(folder) / "photos", min(PHOTOS, files))
-        for i in range(files - len(names)):
-            photo = names[i % len(names)]
-            os.link(photo, photo.with_name(f"{photo.stem}-{i // len(names)}.jpg"))
+        write_photos(Path(folder) / "photos", files, PHOTOS)
         run = pretrain(open_images(Path(folder) / "photos"), Path(folder) / "run", config)
         rate, longest = _second_half(run, batch)
     say(f"run: {rate:.1f} images/s")
@@ -51,7 +47,7 @@ def bench_run(preset: str | None, changes: dict[str, Any], *, out: Path | None =
     line: Line = {"bench": "run", **sizes(config), "files": files, "epochs": epochs}
     line |= {"images_per_s": round(rate, 1), "step_images_per_s": round(alone, 1)}
     line |= {"of_step": round(rate / alone, 3), "longest_s": round(longest, 3)}
-    return record_lines([line | circumstances(config)], out, f"run_{config.arch}")
+    yield line | circumstances(config)
 
 
 def _second_half(run: Run, batch: int) -> tuple[float, float]:

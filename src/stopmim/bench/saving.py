@@ -5,16 +5,15 @@ where memory has no room for a copy; in the other, a thread saves beside it. Bot
 so that metrics.jsonl has the time of each.
 """
 
-import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from stopmim.base.console import say
 from stopmim.bench.step import usual
-from stopmim.bench.timing import Line, circumstances, record_lines, sizes
+from stopmim.bench.timing import Line, circumstances, sizes
 from stopmim.config.schema import Config
 from stopmim.data.sources.scenes import Scenes
 from stopmim.gpu import copies
@@ -27,8 +26,8 @@ EVERY = 60  # updates between two saves; enough to write a ViT-B
 ALL = 2.0  # fraction of memory to stay free: there is never room for a copy
 
 
-def bench_saving(preset: str | None, changes: dict[str, Any], *, out: Path | None = None) -> str:
-    """Times the updates around saves; returns JSON lines.
+def bench_saving(preset: str | None, changes: dict[str, Any]) -> Iterator[Line]:
+    """Times the updates around saves.
 
     Nothing is compiled unless `changes` say so: it takes a minute, and the pauses are the same.
     """
@@ -37,15 +36,12 @@ def bench_saving(preset: str | None, changes: dict[str, Any], *, out: Path | Non
     often = {"runtime.log_every": 1, "runtime.health_every": 0, "runtime.save_every": EVERY}
     config = configure(config, length | often)
     images = Scenes(PER_EPOCH * config.optim.batch_size, 64)
-    lines = []
     with tempfile.TemporaryDirectory() as folder:
         for name, spare in (("training waits", ALL), ("a thread saves", copies.SPARE)):
             with mock.patch.object(copies, "SPARE", spare):
                 run = pretrain(images, Path(folder) / name, config)
-            lines.append({"bench": f"saving, {name}"} | _pauses(run, config))
-            say(json.dumps(lines[-1]))
-    lines[0] |= sizes(config) | circumstances(config)
-    return record_lines(lines, out, f"saving_{config.arch}")
+            line = {"bench": f"saving, {name}"} | _pauses(run, config)
+            yield line | sizes(config) | circumstances(config)
 
 
 def _pauses(run: Run, config: Config) -> Line:

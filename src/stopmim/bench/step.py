@@ -10,17 +10,14 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from stopmim.base.console import say
 from stopmim.base.errors import UserError
@@ -34,10 +31,7 @@ from stopmim.data.order import shares
 from stopmim.gpu.cuda_graphs import WARM, stream_of
 from stopmim.gpu.devices import choose_device, choose_precision
 from stopmim.method import masks as masking
-from stopmim.method.build import build, configure, draw_masks
-from stopmim.method.loss import masked_loss
-from stopmim.method.model import Batch
-from stopmim.method.predictor import Noise
+from stopmim.method.build import configure, draw_masks
 from stopmim.train.cost import likeliest_step, trial_update
 
 PRODUCT = {"cuda": 8192, "cpu": 1024}  # edge of the matrices of the product
@@ -63,9 +57,8 @@ def bench_step(
     versus: tuple[str, ...] = (),
     profile: bool = False,
     rounds: int = 10,
-    out: Path | None = None,
-) -> str:
-    """Times one training step, and its sine-cosine `twin` if it is StoP; returns JSON lines.
+) -> Iterator[Line]:
+    """Times one training step, and its sine-cosine `twin` if it is StoP.
 
     `versus`: the same step with other config keys, as "runtime.kernels=usual", each in turn.
     "published" masks have the token counts of the released ones, "own" masks the likeliest shape
@@ -86,33 +79,26 @@ def bench_step(
         for name, step in steps.items():
             times[name].append(timing.seconds_per_call(step.update, device))
     rates = statistics.median([*products, matmul_rate(device)]), copy_rate(device)
-    lines: list[Line] = [
-        {"bench": "step", "positions": config.positions.kind, **timing.sizes(config)}
-        | ({"with": name} if name in versus else {})
-        | {"masks": masks}
-        | _result(steps[name], times[name], config, rates)
-        for name, config in variants.items()
-    ]
+    for name, config in variants.items():
+        line: Line = {"bench": "step", "positions": config.positions.kind, **timing.sizes(config)}
+        line |= {"with": name} if name in versus else {}
+        yield line | {"masks": masks} | _result(steps[name], times[name], config, rates)
     one, *others = variants
     for other in others:
         ratios = [a / b for a, b in zip(times[one], times[other], strict=True)]
         a, b = steps[one].memory, steps[other].memory
-        ratio: Line = {"bench": f"step ratio to {other}"}
-        if other == "sincos":
-            ratio = {"bench": "step ratio stop / sincos"}
-        ratio |= {"time": round(statistics.median(ratios), 4)}
-        ratio |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
-        ratio |= {"memory": round(a / b, 4) if a and b else None}
-        lines.append(ratio | {"rounds": len(ratios)})
-    # Before the profiler, which may fail where the times are fine.
-    text, about = timing.record_lines(lines, out, f"step_{base.arch}"), lines[0]
+        line = {"bench": f"step ratio {'stop / sincos' if other == 'sincos' else f'to {other}'}"}
+        line |= {"time": round(statistics.median(ratios), 4)}
+        line |= {"time_min": round(min(ratios), 4), "time_max": round(max(ratios), 4)}
+        line |= {"memory": round(a / b, 4) if a and b else None}
+        yield line | {"rounds": len(ratios)}
+    # Last comes the profiler, which may fail where the times are fine.
     measured = {name: kernels(step.update, device) for name, step in steps.items() if profile}
     a = (choose_precision(base.runtime.precision, device) or torch.float32).itemsize
     by_kind = measured[one][0] if profile and device.type == "cuda" else None  # names of kernels
-    more = [*accounting.lines(accounting.account(base, steps[one].tokens, a), rates, by_kind)]
+    yield from accounting.lines(accounting.account(base, steps[one].tokens, a), rates, by_kind)
     for name, found in measured.items():
-        more += found if name == one else [line | {"with": name} for line in found]
-    return "\n".join([text, timing.record_lines(more, out, f"step_{base.arch}", about)])
+        yield from found if name == one else [line | {"with": name} for line in found]
 
 
 def _pair(text: str) -> dict[str, Any]:
@@ -144,33 +130,22 @@ def _result(
 
 
 def bench_account(
-    preset: str | None,
-    changes: dict[str, Any],
-    *,
-    masks: MaskSource = "own",
-    out: Path | None = None,
-) -> str:
-    """Operations and bytes of a step on a GPU, by shapes alone; returns JSON lines."""
-    config = configure(preset or "vit_b16_stop", changes)
-    if config.arch in BATCH and "optim.batch_size" not in changes:
-        config = configure(config, {"optim.batch_size": BATCH[config.arch]})
-    device, one = torch.device("cpu"), [slice(0, 1)]
-    if masks == "published":
-        shapes = published_masks(config, 1, torch_generator("bench"))
-    else:
-        (shapes,) = draw_masks(config, likeliest_step(config), one, device)
+    preset: str | None, changes: dict[str, Any], *, masks: MaskSource = "own"
+) -> Iterator[Line]:
+    """Operations and bytes of a step on a GPU, by shapes alone."""
+    config = usual(preset, changes, on_gpu=True)
+    device = torch.device("cpu")
+    (shapes,) = masks_of(config, masks, [slice(0, 1)], device)
     tokens, half = tokens_of(shapes), config.runtime.precision != "fp32"
     found = accounting.account(config, tokens, 2 if half else accounting.FULL)
     about: Line = {"bench": "step account", **timing.sizes(config), "masks": masks}
     about |= tokens._asdict() | {"precision": "half" if half else "float32"}
-    lines = [about | timing.machine(device), *accounting.lines(found)]
-    return timing.record_lines(lines, out, f"account_{config.arch}")
+    yield about | timing.machine(device)
+    yield from accounting.lines(found)
 
 
-def bench_masks(
-    preset: str | None, changes: dict[str, Any], *, rounds: int = 10, out: Path | None = None
-) -> str:
-    """Times drawing the masks of one batch on the device; returns a JSON line."""
+def bench_masks(preset: str | None, changes: dict[str, Any], *, rounds: int = 10) -> Iterator[Line]:
+    """Times drawing the masks of one batch on the device."""
     config = usual(preset, changes)
     device, batch_size = choose_device(config.runtime.device), config.optim.batch_size
     steps = itertools.count()
@@ -180,13 +155,12 @@ def bench_masks(
 
     _, *times = [timing.seconds_per_call(draw, device) for _ in range(1 + rounds)]  # warmup first
     line: Line = {"bench": "masks", **timing.sizes(config)}
-    line |= timing.speed(times, batch_size) | timing.circumstances(config)
-    return timing.record_lines([line], out, f"masks_{config.arch}")
+    yield line | timing.speed(times, batch_size) | timing.circumstances(config)
 
 
-def usual(preset: str | None, changes: dict[str, Any]) -> Config:
+def usual(preset: str | None, changes: dict[str, Any], *, on_gpu: bool = False) -> Config:
     """The config to measure; on a GPU with its usual batch size, unless `changes` set one."""
-    on_gpu = torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
+    on_gpu |= torch.cuda.is_available() and changes.get("runtime.device") != "cpu"
     config = configure(preset or ("vit_b16_stop" if on_gpu else "tiny_cpu"), changes)
     if on_gpu and config.arch in BATCH and "optim.batch_size" not in changes:
         config = configure(config, {"optim.batch_size": BATCH[config.arch]})
@@ -194,12 +168,12 @@ def usual(preset: str | None, changes: dict[str, Any]) -> Config:
 
 
 # Purpose of a kernel by its name; the first match counts. Inductor's names begin with triton_.
-KINDS = {
-    "norms, residuals, sums": "triton_|reduce_kernel|add_norm",
-    "GELU": "gelu",
-    "attention": "flash|fmha|attention",
-    "matrix products": "gemm|nvjet|cutlass|xmma|splitK",
-    "optimizer and EMA": "multi_tensor_apply|adam",
+KERNELS = {
+    accounting.NORMS: "triton_|reduce_kernel|add_norm",
+    accounting.GELU: "gelu",
+    accounting.ATTENTION: "flash|fmha|attention",
+    accounting.PRODUCTS: "gemm|nvjet|cutlass|xmma|splitK",
+    accounting.OPTIMIZER: "multi_tensor_apply|adam",
 }
 
 
@@ -218,7 +192,7 @@ def kernels(update: Callable[[], None], device: torch.device, n: int = 3) -> lis
     lines = []
     for event in sorted(seen.key_averages(), key=lambda event: -getattr(event, key)):
         if us := getattr(event, key):
-            found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event.key))
+            found = (kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key))
             kinds[next(found, "other")] += us
             line: Line = {"bench": "step kernel", "name": event.key[:100]}
             lines.append(line | {"ms": round(us / 1e3 / n, 3), "calls": round(event.count / n)})
@@ -242,14 +216,16 @@ class WarmStep:
 
 def prepare(config: Config, masks: MaskSource) -> WarmStep:
     """Builds the step of a config and runs it until it is compiled and recorded."""
-    if config.lowres:
-        raise UserError(f"bench: lowres {config.lowres} is not supported; leave it out")
     device, memory = choose_device(config.runtime.device), None
     on_gpu = device.type == "cuda"
     torch.set_num_threads(config.runtime.threads or torch.get_num_threads())
     kept = _cublas_memory(device) if on_gpu else 0
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    update, shapes = _update(config, masks, device)
+    parts = shares(config.optim.batch_size, config.runtime.accumulate)
+    drawn = masks_of(config, masks, parts, device)
+    tokens = tokens_of(drawn[0])
+    flops = accounting.operations(accounting.account(config, tokens, accounting.FULL))
+    update = trial_update(config, parts, drawn, device)  # always with the same masks and images
     begin = time.perf_counter()
     update()
     timing.wait(device)
@@ -262,7 +238,7 @@ def prepare(config: Config, masks: MaskSource) -> WarmStep:
         update()
     if on_gpu:
         memory = round((torch.cuda.max_memory_allocated() - before + kept) / 2**20, 1)
-    return WarmStep(update, count_flops(config, shapes), memory, seconds, tokens_of(shapes))
+    return WarmStep(update, flops, memory, seconds, tokens)
 
 
 @cache
@@ -280,17 +256,14 @@ def _cublas_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) - before
 
 
-def _update(
-    config: Config, kind: MaskSource, device: torch.device
-) -> tuple[Callable[[], None], masking.Masks]:
-    """A function that makes one update, always with the same masks and images; and the masks."""
-    parts = shares(config.optim.batch_size, config.runtime.accumulate)
+def masks_of(
+    config: Config, kind: MaskSource, parts: list[slice], device: torch.device
+) -> list[masking.Masks]:
+    """The masks of every part of a batch."""
     if kind == "published":
         generator = torch_generator("bench", device=device)
-        masks = [published_masks(config, parts[0].stop, generator)] * len(parts)
-    else:
-        masks = draw_masks(config, likeliest_step(config), parts, device)
-    return trial_update(config, parts, masks, device), masks[0]
+        return [published_masks(config, parts[0].stop, generator)] * len(parts)
+    return draw_masks(config, likeliest_step(config), parts, device)
 
 
 def published_masks(config: Config, batch: int, generator: torch.Generator) -> masking.Masks:
@@ -310,26 +283,6 @@ def published_masks(config: Config, batch: int, generator: torch.Generator) -> m
 def tokens_of(masks: masking.Masks) -> Tokens:
     blocks, _, target = masks.targets.shape
     return Tokens(masks.context.shape[1], blocks, target)
-
-
-def count_flops(config: Config, masks: masking.Masks) -> float:
-    """Operations of the matrix products of one update, as torch counts them, without running it.
-
-    Recomputed activations (`runtime.recompute`) count once: doing them twice is cost, not work.
-    """
-    usual_way = {"runtime.recompute": "off", "runtime.kernels": "usual", "runtime.residual": "fp32"}
-    config = configure(config, usual_way)
-    # Only the products of the MATH backend are counted.
-    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
-        model = build(config).train()
-        images = torch.empty(1, 3, config.image_size, config.image_size)
-        context = torch.empty_like(masks.context[:1], device="meta")
-        targets = torch.empty_like(masks.targets[:, :1], device="meta")
-        noise: Noise = model.predictor.draw(context, targets)
-        with FlopCounterMode(display=False) as counter:
-            batch = Batch(images, context, targets)
-            masked_loss(model, model.target, batch, noise).loss.backward()
-    return counter.get_total_flops() * config.optim.batch_size
 
 
 def matmul_rate(device: torch.device) -> float:

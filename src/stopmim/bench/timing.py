@@ -7,14 +7,14 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stopmim._version import __version__
-from stopmim.base.console import say
 from stopmim.base.errors import StorageError
 from stopmim.base.files import write_whole
 from stopmim.config.schema import Config
@@ -33,6 +33,24 @@ def seconds_per_call(work: Callable[[], Any], device: torch.device) -> float:
         work()
     wait(device)
     return (time.perf_counter() - begin) / CALLS
+
+
+def timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    work(*arguments, **options)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps torch to one thread, so that rates are those of a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def wait(device: torch.device) -> None:
@@ -88,30 +106,24 @@ def check_folder(folder: Path) -> None:
         raise StorageError(f"{folder}: cannot write here: {error.strerror}") from None
 
 
-def record_each(lines: Iterable[Line], folder: Path | None, what: str) -> str:
-    """`record_lines` of each line as soon as there is one: if a command is ended, they remain."""
-    text, about = list[str](), Line()
-    for line in lines:
-        about = about or line
-        say(json.dumps(line))
-        text.append(record_lines([line], folder, what, about))
-    return "\n".join(text)
+def record(
+    lines: Iterable[Line], what: str, folder: Path | None, *, by_arch: bool = False
+) -> Iterator[Line]:
+    """Yields `lines`, each once it is at the end of `what`_MACHINE_DATE.md in `folder`.
 
-
-def record_lines(
-    lines: list[Line], folder: Path | None, what: str, about: Line | None = None
-) -> str:
-    """Returns `lines` as JSON, and appends them to `what`_MACHINE_DATE.md in `folder`, if given.
-
-    `about` has the machine and the date; by default the first line.
+    The first line says on which machine and day. `by_arch` adds its network to the name of the
+    file. If a benchmark is ended, the lines that it has measured remain.
     """
-    text, about = "\n".join(json.dumps(line) for line in lines), about or lines[0]
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        device, date, end = about["device"], about["date"], "```\n"
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
-        path = folder / f"{what}_{slug}_{date}.md"
-        title = f"# `stopmim bench {about['bench'].split()[0]}` on {device}, {date}"
-        before = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
-        write_whole(path, f"{before.removesuffix(end)}{text}\n{end}")
-    return text
+    end, path, text = "```\n", None, ""
+    for line in lines:
+        if folder is not None:
+            if path is None:
+                device, date = line["device"], line["date"]
+                slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
+                name = f"{what}_{line['arch']}" if by_arch else what
+                path = folder / f"{name}_{slug}_{date}.md"
+                title = f"# `stopmim bench {what}` on {device}, {date}"
+                text = path.read_text("utf-8") if path.exists() else f"{title}\n\n```json\n{end}"
+            text = f"{text.removesuffix(end)}{json.dumps(line)}\n{end}"
+            write_whole(path, text)
+        yield line

@@ -6,10 +6,8 @@ frames, and written as a PNG. It does not score what it found, which the DAVIS e
 afterwards; ours reads, tracks and scores within its time.
 """
 
-import json
 import math
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +22,13 @@ from PIL import Image
 from torch import Tensor
 
 from stopmim.base.console import say
-from stopmim.base.random_keys import numpy_generator, torch_generator
-from stopmim.bench.timing import seconds_per_call, wait
+from stopmim.base.random_keys import numpy_generator
+from stopmim.bench.timing import seconds_per_call, timed
 from stopmim.data.pixels import MEAN, STD
 from stopmim.data.videos import Bytes, Davis, Video, read_ahead, read_mask, write_mask
 from stopmim.data.workers import cores
 from stopmim.evals.features import evaluating
 from stopmim.evals.inputs import open_encoder
-from stopmim.evals.propagation import propagate
-from stopmim.evals.recipes import Propagation
 from stopmim.evals.tracking import RED, Tracking, frame_size, results, score, track
 from stopmim.gpu.devices import choose_device
 from stopmim.method.encoder import Encoder
@@ -54,7 +50,6 @@ def tracking(device: str) -> dict[str, float]:
     where = choose_device(device)
     gpu = where.type == "cuda"
     name, few, many, length = ON_GPU if gpu else ON_CPU
-    check_propagation(where)
     encoder = open_encoder(name)
     precision = torch.float16 if gpu else None  # as `eval tracking` has it
     ours = partial(track, encoder, options=Tracking(compat="released"), device=where)
@@ -66,15 +61,14 @@ def tracking(device: str) -> dict[str, float]:
         warm = write_videos(root / "warm", 1, 20 if gpu else 4)
         ours(videos=warm)  # also moves the encoder
         _plain(encoder, warm, where, root / "found")
-        plain_seconds = _plain(encoder, videos[:few], where, root / "found")
-        begin = time.perf_counter()
-        ours(videos=videos)
-        seconds = time.perf_counter() - begin
+        plain_seconds = timed(_plain, encoder, videos[:few], where, root / "found")
+        seconds = timed(ours, videos=videos)
         plain_jf = _score(videos[:few], root / "found")
         jf = exact = 100 * ours(videos=videos[:few])[0].value
         if precision is not None:
             exact = 100 * ours(videos=videos[:few], precision=None)[0].value
-        reading = _read(videos[: 2 * few])
+        seen = videos[: 2 * few]
+        reading = sum(map(len, seen)) / timed(_read, seen)
     encoding = _encode(encoder, where, precision)
     frames, plain_frames = many * length, few * length
     return {
@@ -90,28 +84,13 @@ def tracking(device: str) -> dict[str, float]:
     }
 
 
-def check_propagation(device: torch.device) -> None:
-    """Raises an error, within a second, unless `device` propagates labels as a CPU does."""
-    generator = torch_generator("bench tracking")
-    features = torch.randn(6, 40 * 52, 32, generator=generator)
-    first = F.one_hot(torch.randint(3, (40, 52), generator=generator)).permute(2, 0, 1).float()
-    expected = propagate(features, first, Propagation())
-    found = propagate(features.to(device), first.to(device), Propagation()).cpu()
-    # Rounding decides which of two equals is among the best, in one patch of thousands.
-    wrong = float(((found - expected).abs().amax(dim=1) > 1e-3).float().mean())
-    if wrong > 0.01:
-        raise ArithmeticError(f"{device}: {wrong:.0%} of the labels are not those of a CPU")
-
-
-def _read(videos: Sequence[Video]) -> float:
-    """Frames per second that `track` could read, with their masks."""
-    begin = time.perf_counter()
+def _read(videos: Sequence[Video]) -> None:
+    """Reads all frames and masks, as `track` does."""
     with ThreadPoolExecutor(cores()) as pool:
         for video in read_ahead(videos, pool):
             for i in range(len(video)):
                 video.frame(i)
                 video.mask(i)
-    return sum(map(len, videos)) / (time.perf_counter() - begin)
 
 
 def _encode(encoder: Encoder, device: torch.device, precision: torch.dtype | None) -> float:
@@ -126,14 +105,10 @@ def _encode(encoder: Encoder, device: torch.device, precision: torch.dtype | Non
 # ------------------------------------------------------------------------------ the plain script
 
 
-def _plain(encoder: Encoder, videos: Sequence[Video], device: torch.device, out: Path) -> float:
-    """Seconds that the script takes for `videos`."""
-    wait(device)
-    begin = time.perf_counter()
-    with evaluating(encoder):
+def _plain(encoder: Encoder, videos: Sequence[Video], device: torch.device, out: Path) -> None:
+    with evaluating(encoder):  # writing masks waits for the GPU
         for video in videos:
             plain_script(encoder, video, device, out / video.name)
-    return time.perf_counter() - begin
 
 
 def plain_script(
@@ -237,7 +212,3 @@ def texture(rng: np.random.Generator, height: int, width: int) -> Bytes:
         large = Image.fromarray(grain).resize((width, height), Image.Resampling.BICUBIC)
         pixels[..., c] += 16 * np.asarray(large)
     return pixels.clip(0, 255).astype(np.uint8)
-
-
-if __name__ == "__main__":
-    print(json.dumps(tracking("auto")))

@@ -1,15 +1,14 @@
 """``stopmim bench``: one subcommand per benchmark, each with the options that it has."""
 
-import math
-from collections.abc import Callable
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from stopmim.base.errors import UserError, check_least
+from stopmim.base.errors import check_least
 from stopmim.cli.options import Changes, option
-
-PAPER = (12_811, 768, 1000)  # images, features and classes of the 1 % protocol with a ViT-B
 
 PresetToMeasure = Annotated[
     str | None,
@@ -24,9 +23,20 @@ class _Benchmark:
     out: Annotated[Path | None, option("FOLDER")] = None
     """folder for a dated Markdown file; figures of the same day are appended"""
 
-    def run(self, function: Callable[..., str]) -> str:
-        """Calls `function` with the options of this benchmark."""
-        return function(**{f.name: getattr(self, f.name) for f in fields(self)})
+    file: ClassVar[str] = ""  # in bench/, with a function bench_NAME; by default NAME.py
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of the function."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Measures, and yields one line per figure."""
+        module = import_module(f"stopmim.bench.{self.file or self.name}")
+        yield from getattr(module, f"bench_{self.name}")(**self.options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +63,6 @@ class Step(_OfPreset, _Repeated):
     profile: bool = False
     """show where the time goes, kernel by kernel"""
 
-    def __call__(self) -> str:
-        from stopmim.bench.step import bench_step
-
-        return self.run(bench_step)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Account(_OfPreset):
@@ -65,20 +70,14 @@ class Account(_OfPreset):
 
     masks: Annotated[MaskShapes, option("{own,published}", OWN_OR_PUBLISHED)] = "own"
 
-    def __call__(self) -> str:
-        from stopmim.bench.step import bench_account
-
-        return self.run(bench_account)
+    file = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masks(_OfPreset, _Repeated):
     """Drawing masks."""
 
-    def __call__(self) -> str:
-        from stopmim.bench.step import bench_masks
-
-        return self.run(bench_masks)
+    file = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,40 +86,23 @@ class Growth(_Repeated):
 
     changes: Changes = field(default_factory=dict)
 
-    def __call__(self) -> str:
-        from stopmim.bench.growth import bench_growth
-
-        return self.run(bench_growth)
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"out": self.out}  # for the plot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(_Repeated):
     """Fused kernels against the usual ones."""
 
-    def __call__(self) -> str:
-        from stopmim.bench.kernels import bench_kernels
-
-        return self.run(bench_kernels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(_OfPreset):
     """Pauses of training while it saves."""
 
-    def __call__(self) -> str:
-        from stopmim.bench.saving import bench_saving
-
-        return self.run(bench_saving)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run(_OfPreset):
     """A whole run on a folder of JPEGs, beside its step."""
-
-    def __call__(self) -> str:
-        from stopmim.bench.run import bench_run
-
-        return self.run(bench_run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,32 +112,17 @@ class Loader(_Repeated):
     rate: Annotated[float | None, option("IMAGES/S")] = None
     """of your GPU, as `bench step` prints; default: one H200 with the paper's presets"""
 
-    def __call__(self) -> str:
-        from stopmim.bench.loader import bench_loader
-
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise UserError(f"--rate {self.rate:g}: expected images per second, above 0")
-        return self.run(bench_loader)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rasters(_Repeated):
     """Reading arrays, against NumPy, and crops of a large file."""
-
-    def __call__(self) -> str:
-        from stopmim.bench.rasters import bench_rasters
-
-        return self.run(bench_rasters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index(_Repeated):
     """Listing images."""
 
-    def __call__(self) -> str:
-        from stopmim.bench.loader import bench_index
-
-        return self.run(bench_index)
+    file = "loader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +131,6 @@ class Probe(_Benchmark):
 
     paper: bool = False
     """the size of ImageNet with 1 % of labels, 12,811 x 768 with 1,000 classes"""
-
-    def __call__(self) -> str:
-        from stopmim.bench.probe import bench_probe
-
-        return bench_probe(*(PAPER if self.paper else ()), out=self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +143,6 @@ class Evals(_Repeated):
         tuple[Literal["memory", "jpeg", "suite", "tracking"], ...], option("PART ...")
     ] = ()
     """memory and jpeg (features), suite, tracking; default: all"""
-
-    def __call__(self) -> str:
-        from stopmim.bench.evals import bench_evals
-
-        return self.run(bench_evals)
 
 
 Networks = Step | Account | Masks | Growth | Kernels | Saving | Run
@@ -205,10 +162,12 @@ class Bench:
         return changes
 
     def __call__(self) -> None:
-        from stopmim.bench.timing import check_folder
+        from stopmim.bench.timing import check_folder, record
 
         if isinstance(self.what, _Repeated):
             check_least(self.what, rounds=1)
         if self.what.out is not None:
             check_folder(self.what.out)
-        print(self.what())
+        by_arch, what = isinstance(self.what, _OfPreset), self.what.name
+        for line in record(self.what.lines(), what, self.what.out, by_arch=by_arch):
+            print(json.dumps(line), flush=True)

@@ -8,13 +8,10 @@ from tyro.conf import Positional, arg
 
 from stopmim.base.errors import DataError, StorageError, UserError
 from stopmim.cli.options import choices, option
+from stopmim.insight import What
 
-Name = Literal[
-    "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty",
-    "neighbours", "all",
-]  # fmt: skip
 Figure = Annotated[
-    Name,
+    Literal[What, "all"],
     choices(
         "FIGURE",
         noise="sigma against the norms of A and the mask token",

@@ -124,11 +124,10 @@ class Pack:
     def __call__(self) -> None:
         from stopmim.data.pack import pack
 
-        how: Any = {"kind": self.format, "size": self.size, "quality": self.quality}
-        names = ("shard_mib", "shuffle", "workers")
-        limits: Any = {name: getattr(self, name) for name in names}
+        options: Any = {field.name: getattr(self, field.name) for field in fields(self)}
+        options["kind"] = options.pop("format")
         try:
-            index = pack(self.data, self.out, **how, **limits)
+            index = pack(**options)
         except KeyboardInterrupt:
             raise InterruptedRunError(interrupting(), f"{self.out}: stopped") from None
         images = sum(shard.images for shard in index.shards)

@@ -62,11 +62,10 @@ def write_features(
         device=where,
         precision=choose_precision("auto", where),
     )
-    names = np.array([images.name(i) for i in range(len(images))])
+    names = [images.name(i) for i in range(len(images))]
     labels = {f"label_{name}": values for name, values in images.labels.items()}
-    columns: dict[str, Any] = {"names": names, "features": features.numpy(), **labels}
     with replaced(out) as temporary:
-        WRITERS[out.suffix](columns, temporary)
+        WRITERS[out.suffix](temporary, names, features.numpy(), labels)
     return out
 
 
@@ -81,12 +80,14 @@ def _check(encoder: Any, layers: int, pool: str, size: int | None) -> None:
         raise UserError(f"--size: {size} does not divide into patches of {encoder.patch}")
 
 
-def _write_npz(columns: dict[str, Any], path: Path) -> None:
-    np.savez(path, **columns)
+Labels = dict[str, Any]  # columns of numbers
 
 
-def _write_csv(columns: dict[str, Any], path: Path) -> None:
-    names, features, labels = columns.pop("names"), columns.pop("features"), columns
+def _write_npz(path: Path, names: list[str], features: np.ndarray, labels: Labels) -> None:
+    np.savez(path, names=np.array(names), features=features, **labels)
+
+
+def _write_csv(path: Path, names: list[str], features: np.ndarray, labels: Labels) -> None:
     # File names need not be valid text; their bytes are kept.
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         table = csv.writer(file)
@@ -96,13 +97,12 @@ def _write_csv(columns: dict[str, Any], path: Path) -> None:
             table.writerow([name, *values, *(f"{x:.9g}" for x in feature)])
 
 
-def _write_parquet(columns: dict[str, Any], path: Path) -> None:
+def _write_parquet(path: Path, names: list[str], features: np.ndarray, labels: Labels) -> None:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f'{path}: {error}; pip install "stopmim[shards]"') from None
-    names, features, labels = columns.pop("names").tolist(), columns.pop("features"), columns
     values = pyarrow.array(features.reshape(-1))
     vectors = pyarrow.FixedSizeListArray.from_arrays(values, features.shape[1])
     table = pyarrow.table({"name": names, "feature": vectors, **labels})

@@ -144,7 +144,6 @@ def frozen(
     draw: tuple[int, int] = (0, 0),
     device: Device = "cpu",
     precision: torch.dtype | None = None,
-    batch_size: int | None = None,
     kept: Kept | None = None,
 ) -> Tensor:
     """Features (N, L * D) of up to four last blocks, in half precision; the last is ``[:, -D:]``.
@@ -168,7 +167,7 @@ def frozen(
     found = extract(
         encoder,
         images,
-        size=kept.batches(seen, showing, device, batch_size),
+        size=kept.batches(seen, showing, device),
         layers=layers,
         pool=pool,
         device=device,

@@ -74,9 +74,8 @@ def knn_predict(
     return torch.cat(found, dim=1)
 
 
-def choose_k(x: Tensor, y: Tensor, seed: int, ks: Sequence[int] = KS) -> int:
+def choose_k(x: Tensor, y: Tensor, seed: int, ks: Sequence[int]) -> int:
     """The k that is best by leave-one-out on training samples; the largest if several tie."""
-    ks = [k for k in ks if k < len(x)] or [1]
     order = torch.randperm(len(x), generator=torch_generator("knn", seed))[:LEFT_OUT].to(x.device)
     found = knn_predict(x, y, x[order], ks, itself=order)
     correct = (found == y[order]).sum(dim=1).tolist()

@@ -149,28 +149,15 @@ def linear_probe(
         tolerance: of the fits that choose l2.
     """
     data = train_x, train_y, test_x, test_y
-    if reading == "held-out":
-        held = _on_held_out(train_x, train_y, seed, l2s, tolerance)
-        (probe,) = _solve(*data, [held.l2])
-        return replace(probe, score=held.score)
-    return max(_solve(*data, l2s), key=lambda probe: probe.score)
-
-
-def choose_l2(
-    x: Tensor, y: Tensor, seed: int, l2s: Sequence[float], tolerance: float = TOLERANCE
-) -> float:
-    """The penalty that, fitted to 80 % of the samples, is best on the other 20 %."""
-    return _on_held_out(x, y, seed, l2s, tolerance).l2
-
-
-def _on_held_out(
-    x: Tensor, y: Tensor, seed: int, l2s: Sequence[float], tolerance: float
-) -> ProbeResult:
-    held, rest = selection_split(y, seed)
-    parts = x[rest], y[rest], x[held], y[held]
+    if reading == "paper":
+        return max(_solve(*data, l2s), key=lambda probe: probe.score)
+    held, rest = selection_split(train_y, seed)
+    parts = train_x[rest], train_y[rest], train_x[held], train_y[held]
     # If penalties tie, max takes the first, which is the largest: the simplest classifier.
     tried = _solve(*parts, sorted(l2s, reverse=True), tolerance)
-    return max(tried, key=lambda probe: probe.score)
+    best = max(tried, key=lambda probe: probe.score)
+    (probe,) = _solve(*data, [best.l2])
+    return replace(probe, score=best.score)
 
 
 def _solve(

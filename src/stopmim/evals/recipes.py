@@ -63,11 +63,14 @@ class Task:
     classes: int
     recipe: Recipe
     dataset: "Dataset"
+    epochs_of_large: int | None = None  # of ViT-L and larger, if they are trained for fewer
 
     def heads(self, encoder: "Encoder") -> Recipe:
         """Recipe for `encoder`: VISSL's configs for class tokens also decay batch norm."""
         decays = encoder.pool == "cls" and self.recipe.optimizer == "sgd"
-        return replace(self.recipe, decay_bn=decays)
+        large = encoder.width > SIZES["b"].width
+        epochs = (self.epochs_of_large if large else None) or self.recipe.epochs
+        return replace(self.recipe, decay_bn=decays, epochs=epochs)
 
     def views(self, encoder: "Encoder") -> "Views":
         """Crops that VISSL shows to an encoder of this width, at 224 pixels; see `probe`."""
@@ -75,8 +78,8 @@ class Task:
 
         if self.recipe.init_std is not None:
             return MAE_PROBE
-        arch = next((f"vit_{n}" for n, s in SIZES.items() if s.width == encoder.width), "vit_b")
-        return probe(self.dataset, arch, class_token=encoder.pool == "cls")
+        size = next((name for name, s in SIZES.items() if s.width == encoder.width), "b")
+        return probe(self.dataset, size, class_token=encoder.pool == "cls")
 
 
 TASKS: dict[str, Task] = {
@@ -95,7 +98,7 @@ TASKS: dict[str, Task] = {
         ),
         "imagenet",
     ),
-    # MAE's own: 90 epochs for ViT-B, 50 for L and H.
+    # MAE's own.
     "imagenet_mae": Task(
         1000,
         Recipe(
@@ -103,6 +106,7 @@ TASKS: dict[str, Task] = {
             norms=("fixed bn",), weight_decays=(0.0,), init_std=0.01,
         ),
         "imagenet",
+        epochs_of_large=50,
     ),
 }  # fmt: skip
 

@@ -168,13 +168,10 @@ def _warn_of_copies(copies: int, n: int, fingerprint: str) -> None:
 
 def _changed(protocol: Protocol, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Options that differ from their defaults, unless facts or another column record them."""
-    options = dataclasses.fields(protocol)  # type: ignore[arg-type]
     recorded = {"selection", "pictures", "video_size", *facts}
-    values = {f.name: getattr(protocol, f.name) for f in options if f.name not in recorded}
-    changed = {
-        f.name: values[f.name] for f in options if values.get(f.name, f.default) != f.default
-    }
-    return {name: str(x) if isinstance(x, Path) else x for name, x in changed.items()}
+    options = [f for f in dataclasses.fields(protocol) if f.name not in recorded]  # type: ignore[arg-type]
+    found = {f.name: x for f in options if (x := getattr(protocol, f.name)) != f.default}
+    return {name: str(x) if isinstance(x, Path) else x for name, x in found.items()}
 
 
 def _chance(inputs: Inputs, label: str) -> float:

@@ -40,8 +40,8 @@ class View:
         """Edge of the view; the shorter one, if it is not square."""
         return self.crop or (min(self.resize) if isinstance(self.resize, tuple) else self.resize)
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> Tensor:
-        """Maps (H, W, C) to (C, S, S), or a batch (B, H, W, C) of one size; not random."""
+    def __call__(self, image: np.ndarray) -> Tensor:
+        """Maps (H, W, C) to (C, S, S), or a batch (B, H, W, C) of one size."""
         if isinstance(self.resize, tuple):
             return resized(image, *self.resize, self.mode)
         if self.crop is not None:
@@ -120,18 +120,17 @@ _BICUBIC = {"imagenet": "blhg", "cifar100": "blhg", "inat18": "lg", "places205":
 _BICUBIC_CLASS_TOKEN = "bl"  # DINO, iBOT, MAE: on all four
 
 
-def probe(dataset: Dataset, arch: str = "vit_b16", *, class_token: bool = False) -> Views:
+def probe(dataset: Dataset, size: str = "b", *, class_token: bool = False) -> Views:
     """Views of the linear probes of I-JEPA and StoP; sizes without a VISSL file count as ViT-B."""
     if dataset == "clevr":  # stretched, never cropped: objects at the border count
         return Views(TrainView(224, scale=None), View((224, 224), None))
-    size = arch.removeprefix("vit_")[0] if arch.startswith(("vit_l", "vit_h", "vit_g")) else "b"
+    size = size if size in ("l", "h", "g") else "b"
     sizes = _BICUBIC_CLASS_TOKEN if class_token else _BICUBIC[dataset]
     return _usual("bicubic" if size in sizes else "bilinear")
 
 
-CIFAR100_BASE = Views(TrainView(224, scale=None), View(224, None))  # as in the text of I-JEPA
 MAE_PROBE = Views(TrainView(224, mode="bicubic", retry=False), View(256, 224, "bicubic"))
 FINETUNE = _usual("bicubic")  # finetune.py adds RandAugment
 
-# One view for both splits. The released script intends 256 but resizes to 224.
-LOWSHOT = {"released": View(224, 224), "msn": View(256, 224)}
+# Low-shot, both splits: the released script intends 256, as MSN, but resizes to 224.
+LOWSHOT_RELEASED = View(224, 224)

@@ -13,6 +13,7 @@ from stopmim.base.errors import StorageError, UserError
 from stopmim.base.files import own_folder, replaced
 from stopmim.data.images import Images
 from stopmim.data.sources.open import open_images
+from stopmim.insight import What
 from stopmim.insight.figures import (
     curves,
     masks,
@@ -25,10 +26,6 @@ from stopmim.insight.figures import (
 from stopmim.insight.figures.subject import images_of, load, views
 from stopmim.runs.run import Run
 
-What = Literal[
-    "noise", "similarity", "prediction", "collapse", "smoothing", "pca", "masks", "uncertainty",
-    "neighbours",
-]  # fmt: skip
 IMAGES = 8  # shown per figure
 DPI = 160
 

@@ -29,13 +29,13 @@ class Lowshot(FewLabels):
     def measure(self, inputs: Inputs, label: str) -> Iterator[Measured]:
         from stopmim.data.subset import Subset
         from stopmim.evals.lowshot import classify
-        from stopmim.evals.views import LOWSHOT
+        from stopmim.evals.views import LOWSHOT_RELEASED
 
         y, test_y = inputs.labels_of(label)
         index, chosen = self.choose(inputs, label)
         if len(y[index].unique()) < 2:
             raise DataError(f"{label}: the {len(index)} chosen images are all of one class")
-        view = LOWSHOT["released"].at(inputs.size) if self.released else inputs.usual
+        view = LOWSHOT_RELEASED.at(inputs.size) if self.released else inputs.usual
         shared = view == inputs.shown.test  # with the other protocols
         # If features of all training images were computed, these are among them.
         if shared and "train_x" in vars(inputs):

@@ -23,6 +23,7 @@ from stopmim.insight.figures.subject import Subject, indices, pixels
 from stopmim.method.build import draw_masks
 from stopmim.method.model import MaskedImageModel
 
+ROWS = 4  # images of a figure
 TEMPERATURE = 0.1  # of the softmax; the paper gives none, and with 1 every map is almost flat
 
 
@@ -72,14 +73,14 @@ def central(patches: np.ndarray, side: int) -> int:
 
 
 @house_style()
-def heat_maps(subjects: Sequence[Subject], rows: int = 4) -> Figure:
+def heat_maps(subjects: Sequence[Subject]) -> Figure:
     """Draws one row per image: the visible part, then heat maps of one hidden patch per run.
 
     Titles have the share of the heat near the hidden patch, over all images of the subjects.
     """
     views, columns = subjects[0].views, len(subjects) + 1
     cosines = [predict(subject.model, views, subject.config) for subject in subjects]
-    rows = min(rows, len(views))
+    rows = min(ROWS, len(views))
     picture, grid = pictures.panels(rows, columns, (1.9 * columns + 0.8, 1.9 * rows + 0.3))
     pictures.style_images(grid)
     for r, view in enumerate(views[:rows]):
@@ -140,9 +141,9 @@ def uncertainty(
 
 
 @house_style()
-def uncertainty_maps(subject: Subject, rows: int = 4) -> Figure:
+def uncertainty_maps(subject: Subject) -> Figure:
     """Draws one row per image: image, error, variance over noise; one scale per column."""
-    rows = min(rows, len(subject.views))
+    rows = min(ROWS, len(subject.views))
     picture, grid = pictures.panels(rows, 3, (5.6, 1.75 * rows + 0.5))
     pictures.style_images(grid)
     for axes, view in zip(grid[:, 0], subject.views, strict=False):

@@ -26,7 +26,7 @@ from stopmim.method.build import build_positions
 from stopmim.method.positions import Positions, StochasticPositions
 from stopmim.runs.run import Run
 
-SIGMA, SIDE, WIDTH, ENCODER, IMAGES = 0.25, 3, 4, 2, 6
+SIGMA, SIDE, WIDTH, ENCODER, IMAGES, STEPS = 0.25, 3, 4, 2, 6, 400
 LENGTH = 10.0
 PLACES = np.linspace(0.0, LENGTH, 800)
 # E[Y | X = place], the function to predict: fine detail on the left, an edge on the right.
@@ -36,9 +36,9 @@ VARIANCES = {0.05: (SERIES[0], "-"), 0.25: (SERIES[1], "-"), 1.0: ("#009e73", "-
 
 
 @functools.cache
-def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
-    """Norm of A (steps,), relative to its start, in gradient descent on the expected loss."""
-    g = torch.Generator().manual_seed(seed)
+def toy(*, tied: bool) -> np.ndarray:
+    """Norm of A (STEPS,), relative to its start, in gradient descent on the expected loss."""
+    g = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -67,7 +67,7 @@ def toy(*, tied: bool, steps: int = 400, seed: int = 1) -> np.ndarray:
     index = torch.arange(SIDE * SIDE).expand(len(draws), -1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.012)
     norms = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         norms.append(float(noise.weight.detach().norm()))
         same = draws[:, None].expand(-1, SIDE * SIDE, -1)
         m, c = positions(index, noise, noise=same), context(x)

@@ -243,7 +243,7 @@ def _compared(run: Run) -> dict[str, str]:
         value = number(line.get(key))
         return "-" if value is None else f"{value:.3g}"
 
-    row = {
+    return {
         "run": run.path.resolve().name,
         "verdict": found.verdict if found else "-",
         "updates": count_text(last.get("step")) or "-",
@@ -252,7 +252,6 @@ def _compared(run: Run) -> dict[str, str]:
         "skill": text(measured, "skill"),
         "evaluation": "; ".join(evaluations) or "-",
     }
-    return row
 
 
 def _panels(metrics: Sequence[Logged]) -> list[tuple[curves.Panel, dict[str, curves.Curve]]]:
