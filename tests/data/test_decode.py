@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,7 @@ from PIL import Image
 
 from hostile_data import pages, scans
 from stopmim.data import decode as module
-from stopmim.data.decode import MAX_PIXELS, BadImageError, decode, format_of
+from stopmim.data.decode import MAX_PIXELS, BadImageError, decode, format_of, one_reason
 
 
 def picture(height: int = 47, width: int = 61) -> Image.Image:
@@ -433,3 +434,18 @@ def test_a_huge_picture_costs_its_pixels_alone_once_it_is_read_in_a_thread_too()
     """192 MB; Pillow holds 256 meanwhile, which glibc would keep."""
     done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True)
     assert [int(line) < 260 for line in done.stdout.split()] == [True, True], done.stdout
+
+
+@pytest.mark.parametrize("error", [ValueError("damaged"), OSError(5, "Input/output error")])
+def test_what_was_decoded_in_vain_is_let_go_of_at_once(error: Exception) -> None:
+    """Not only when garbage is collected: half a gigabyte stayed beside the next attempt."""
+    held = list[weakref.ref[np.ndarray]]()
+
+    def library() -> None:
+        pixels = np.empty(10)
+        held.append(weakref.ref(pixels))
+        raise error
+
+    with pytest.raises(BadImageError), one_reason():
+        library()
+    assert held[0]() is None

@@ -1,6 +1,7 @@
 """Arrays in files: the same pixels whatever the format, whole and by the box."""
 
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 import hostile_arrays
 from stopmim.data.channels import Form
 from stopmim.data.crops import Box
-from stopmim.data.decode import BadImageError
+from stopmim.data.decode import BadImageError, one_reason
 from stopmim.data.rasters.open import open_raster
 from stopmim.data.rasters.raster import MOST, Plain, Raster, form_of
 from stopmim.data.rasters.windows import read_sample, read_view, read_whole
@@ -188,6 +189,24 @@ def test_axes_that_have_names_decide_the_layout(tmp_path: Path) -> None:
     )  # fmt: skip
     made[:] = values
     check_equal(opened(tmp_path / "x.zarr"), image)
+
+
+def test_a_damaged_deep_picture_costs_no_memory_for_good(tmp_path: Path) -> None:
+    """The library keeps the array that it failed to fill: a folder of them filled memory."""
+    import imagecodecs
+
+    image = np.random.default_rng(0).integers(0, 2**16, (512, 512, 3), np.uint16)
+    data = bytearray(imagecodecs.png_encode(image))
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.png").write_bytes(data)
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            with pytest.raises(BadImageError, match="CRC"), one_reason():
+                opened(tmp_path / "a.png").read()
+        assert tracemalloc.get_traced_memory()[0] < image.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_deep_pictures_keep_their_bits(tmp_path: Path) -> None:

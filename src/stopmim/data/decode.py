@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -159,10 +160,12 @@ def one_reason() -> Iterator[None]:
         yield
     except BadImageError:
         raise
-    except OSError as error:
-        raise BadImageError(error.strerror or one_line(error) or type(error).__name__) from None
     except Exception as error:
+        # Pixels in the frames of libraries would stay until the next garbage collection.
+        traceback.clear_frames(error.__traceback__)
         text, name = one_line(error), type(error).__name__
+        if isinstance(error, OSError):
+            raise BadImageError(error.strerror or text or name) from None
         raise BadImageError(f"{name}: {text}" if text else name) from None
 
 

@@ -75,7 +75,11 @@ class Picture(Raster):
             # Pillow reduces 16-bit colours to 8.
             codecs = extra("imagecodecs", "science", "PNG of 16 bits")
             out = np.empty(self.shape if self.shape[2] > 1 else self.shape[:2], np.uint16)
-            pixels = codecs.png_decode(bytes(self.stored.data), out=out)
+            try:
+                pixels = codecs.png_decode(bytes(self.stored.data), out=out)
+            except BaseException:
+                out.resize(0, refcheck=False)  # imagecodecs holds on to it for good
+                raise
         else:
             with opened(bytes(self.stored.data)) as image:
                 pixels = np.asarray(image if image.mode in _MODES else image.convert("RGB"))

@@ -170,7 +170,7 @@ def _read(opened: Any, number: int, column: str, arrow: Any, size: int) -> RowGr
         for batch in opened.iter_batches(rows, [number], [column], use_threads=False):
             parts.append(batch.column(0))
             total += parts[-1].nbytes
-            if total > max(2 * CACHE_BYTES, size + size // 4):
+            if total > max(CACHE_BYTES, size + size // 4):
                 problem = f"more than {total} bytes of images in a row group of {size}"
                 return RowGroup(arrow.chunked_array(parts), total, problem)
     except (arrow.ArrowException, OSError) as error:
