@@ -366,7 +366,8 @@ def test_rows_that_are_the_same_are_one_run(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"rows": ["stop"]}, "--rows stop: no such row; there are sine-cosine"),
-        ({"seeds": 0}, "--seeds 0: expected 1 or more"),
+        ({"seeds": 0}, "--seeds 0: expected a number of seeds, 1 to 1000"),
+        ({"seeds": 10**8}, "--seeds 100000000: expected a number of seeds, 1 to 1000"),
         ({"data": "scenes:4:32"}, "sine-cosine: 4 images do not fill one batch"),
         ({"few": "many"}, "--few many: neither"),
         ({"checkpoints": ["MAE"]}, "--checkpoint MAE: expected NAME=FILE"),

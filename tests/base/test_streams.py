@@ -48,6 +48,25 @@ def test_output_that_cannot_be_written_is_one_line_and_a_code(
     assert len(done.stderr.splitlines()) == bool(said)
 
 
+def test_a_command_leaves_nothing_in_tmpdir(runs: tuple[Run, Run], tmp_path: Path) -> None:
+    done = shell(f"TMPDIR={tmp_path} {COMMAND} inspect {runs[0].path}")  # torch makes a folder
+    assert done.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+NO_TMPDIR = "import tempfile, sys; tempfile._candidate_tempdir_list = lambda: ['/proc/none']"
+
+
+def test_no_folder_for_temporary_files_is_one_line(runs: tuple[Run, Run]) -> None:
+    program = f"{NO_TMPDIR}; from stopmim.__main__ import run; run()"
+    words = [sys.executable, "-c", program, "inspect", str(runs[0].path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert done.stderr.splitlines() == [
+        "stopmim: error: no folder for temporary files can be written to: set TMPDIR to one"
+    ]
+
+
 def test_nobody_who_reads_on_is_no_error() -> None:
     done = shell(f"set -o pipefail; {COMMAND} presets | true")
     assert (done.returncode, done.stderr) == (0, "")

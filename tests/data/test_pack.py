@@ -241,9 +241,10 @@ def test_other_options_or_images_are_refused(folder: Path, tmp_path: Path) -> No
         pack(folder, tmp_path / "out")
     with pytest.raises(UserError, match="lies in the folder of the images"):
         pack(folder, folder / "shards")
-    for wrong in ({"size": 0}, {"quality": 0}, {"quality": 101}, {"shard_mib": 0}):
+    wrong = (("size", 0), ("quality", 0), ("quality", 101), ("shard_mib", 0))
+    for option, value in (*wrong, ("workers", -1), ("workers", 10**6)):
         with pytest.raises(UserError, match="expected"):
-            pack(folder, tmp_path / "other", **wrong)  # type: ignore[arg-type]
+            pack(folder, tmp_path / "other", **{option: value})  # type: ignore[arg-type]
 
 
 KILLED = """

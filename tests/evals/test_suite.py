@@ -1168,6 +1168,8 @@ def test_help_begins_with_the_images(capsys: pytest.CaptureFixture[str]) -> None
         ("eval knn {random} --data scenes:9:24 --size 25", 2, "not a multiple of the patch size"),
         ("eval knn {random} --data scenes:9:24 --size 0", 2, "--size 0: expected 1 or more"),
         ("eval tracking {random} --video-size 0", 2, "--video-size 0: expected 1 or more"),
+        ("eval tracking {random} --neighbourhood 1" + "0" * 30, 2, "expected at most 9"),
+        ("eval knn {random} --data scenes:9:24 --random-inits 1" + "0" * 30, 2, "expected at most"),
         ("eval linear {random} --views -1", 2, "--views -1: expected 0 or more"),
         (
             "eval finetune {random} --data scenes:99:24 --epochs 0",

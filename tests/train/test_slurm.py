@@ -212,9 +212,18 @@ def test_what_sbatch_refuses_is_passed_on_in_one_line(
     monkeypatch.setenv("CODE", "1")
     assert main([*WORDS, "--out", str(notes / "run"), "--slurm", "1x8"]) == 7
     assert "no such partition" in capsys.readouterr().err
+    (notes / "bin" / "sbatch").write_bytes(b"#!/bin/sh\necho 'refus\xe9' >&2; exit 1\n")  # Latin-1
+    assert main([*WORDS, "--out", str(notes / "run"), "--slurm", "1x8"]) == 7
+    assert "sbatch: refus\\udce9" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(notes))
     assert main([*WORDS, "--out", str(notes / "run"), "--slurm", "1x8"]) == 7
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_images_in_a_folder_of_any_name_are_submitted(notes: Path) -> None:
+    words = ["pretrain", os.fsdecode(b"pictures \xff"), *WORDS[2:]]
+    assert main([*words, "--out", str(notes / "run"), "--slurm", "1x8"]) == 0
+    assert b"'pictures \xff'" in (notes / "script").read_bytes()
 
 
 def test_a_job_needs_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:

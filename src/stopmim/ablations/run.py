@@ -36,6 +36,7 @@ from stopmim.runs.lock import claimed
 from stopmim.runs.run import Run
 
 SCENES = 4096  # to pretrain on, by default
+MOST_SEEDS = 1000  # per row: --seeds 20260101 is a seed, and not how many
 
 
 class Finished(NamedTuple):
@@ -116,8 +117,9 @@ class Ablation:
         """Plans all runs; trains nothing, but checks every config and opens all data."""
         table, out = find_table(self.name), Path(self.out)
         chosen = table.choose(tuple(self.rows))
-        if self.seeds < (0 if self.checkpoints else 1):
-            raise UserError(f"--seeds {self.seeds}: expected 1 or more, or 0 with --checkpoint")
+        if not (0 if self.checkpoints else 1) <= self.seeds <= MOST_SEEDS:
+            expected = f"a number of seeds, 1 to {MOST_SEEDS}, or 0 with --checkpoint"
+            raise UserError(f"--seeds {self.seeds}: expected {expected}")
         if self.video_size is not None and self.video_size < 1:
             raise UserError(f"--video-size {self.video_size}: expected 1 or more")
         base = configure(self.preset, dict(self.changes or {}))

@@ -34,6 +34,8 @@ def cause(error: Exception) -> UserError | None:
         return None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ResourceError(f"{error.strerror}: raise the limit with ulimit -n")
+    if "No usable temporary directory" in str(error):  # of Python, which torch asks for as well
+        return StorageError("no folder for temporary files can be written to: set TMPDIR to one")
     if error.errno in DISK:
         return StorageError(f"{error.filename or 'disk'}: {error.strerror}")
     if error.errno == errno.ENAMETOOLONG:

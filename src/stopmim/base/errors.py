@@ -8,7 +8,7 @@ import difflib
 import os
 from collections.abc import Iterable
 
-LARGEST = 2.0**53  # number in an environment variable; no system waits longer or holds more
+LARGEST = 2**53  # number that is asked for; no system waits longer or holds more
 
 
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
@@ -30,11 +30,12 @@ class UserError(Exception):
 
 
 def check_least(options: object, **least: float) -> None:
-    """Raises a UserError if a field of `options` is below its least value."""
+    """Raises a UserError if a field of `options` is below its least value, or above LARGEST."""
     for name, low in least.items():
         value = getattr(options, name)
-        if value is not None and not value >= low:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected {low} or more")
+        if value is not None and not low <= value <= LARGEST:
+            expected = f"at most {LARGEST}" if value > LARGEST else f"{low} or more"
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected {expected}")
 
 
 def setting(variable: str, default: float, unit: str = "seconds") -> float:

@@ -26,6 +26,7 @@ from stopmim.config.yaml_text import parse_yaml, validate
 
 MOST_THREADS = 1024  # torch crashes with 100,000
 MOST_PATCHES = 256  # along an edge: with more, neither attention nor the check of masks ends
+MOST_WORKERS = 256
 
 
 class MaskingConfig(Section):
@@ -151,7 +152,7 @@ class RuntimeConfig(Section):
     """of fsdp; whole: rank 0 writes the model; sharded: each rank its part; both load anywhere"""
     recompute: Literal["on", "off"] = "off"
     """activation checkpointing: about a third of the activation memory, a third more time"""
-    workers: int | None = Field(default=None, ge=0, le=256)
+    workers: int | None = Field(default=None, ge=0, le=MOST_WORKERS)
     """processes that read images; null: by the cores per GPU, at most 16, none for scenes"""
     worker_timeout: int = Field(default=300, ge=0, le=10**6)
     """seconds after which a process that reads one image counts as hanging; 0: never"""

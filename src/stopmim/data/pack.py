@@ -24,6 +24,7 @@ from stopmim.base.console import Ticker, say
 from stopmim.base.errors import DataError, RunInUseError, StorageError, UserError
 from stopmim.base.files import read_regular, replaced, sweep, write_whole
 from stopmim.base.random_keys import numpy_generator
+from stopmim.config.schema import MOST_WORKERS
 from stopmim.data.encode import Encoded, FileEncoder
 from stopmim.data.images import Images
 from stopmim.data.sources.open import keep_outside, open_images, open_test
@@ -77,6 +78,8 @@ def pack(
     for name, value in (("size", size), ("shard-mib", shard_mib)):
         if value is not None and value < 1:
             raise UserError(f"pack: --{name} {value}: expected 1 or more")
+    if workers is not None and not 0 <= workers <= MOST_WORKERS:
+        raise UserError(f"pack: --workers {workers}: expected 0 to {MOST_WORKERS}")
     if not 1 <= quality <= 100:
         raise UserError(f"pack: --quality {quality}: expected 1 to 100")
     folder = Path(out)

@@ -62,7 +62,10 @@ def submit(text: str, out: Path) -> str:
         raise StorageError(f"{out}: cannot write here: {error.strerror}") from None
     try:
         command = ["sbatch", "--parsable"]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, input=text, capture_output=True, check=False,
+            encoding="utf-8", errors="surrogateescape",  # a path may be any bytes
+        )  # fmt: skip
     except OSError as error:
         why = f"{error.strerror}; use --slurm on a machine that can submit jobs"
         raise ResourceError(f"sbatch: {why}") from None
