@@ -54,6 +54,7 @@ class Facts:
     read_seconds: float  # to read one image on one core
     workers: int  # processes that would read them
     seen: Form = Form()  # noqa: RUF009 - a tuple; channels and their type
+    varied: bool = False  # whether the shorter sides differ, so that `side` is an estimate
 
 
 def look(images: Images, seen: Form | None = None) -> Facts:
@@ -67,7 +68,8 @@ def look(images: Images, seen: Form | None = None) -> Facts:
         seconds += (time.perf_counter() - begin) / len(numbers)
     side = int(np.median(sides)) if sides else 0
     seen = seen or survey.common_form(images)
-    return Facts(len(images), side, seconds, default_workers(images), seen)
+    varied = len(set(sides)) > 1
+    return Facts(len(images), side, seconds, default_workers(images), seen, varied)
 
 
 def _read_side(images: Images, number: int) -> int:
