@@ -64,6 +64,9 @@ def test_what_was_not_run_has_a_command_that_exists_and_a_cost() -> None:
         assert left <= {row.name for row in chosen}
         minutes = len(chosen) * 3 * (PRESETS["small_images"].cost.minutes or 0)
         assert f"takes {minutes:.0f} GPU minutes of training" in text
+        again = [row.name for row in chosen if row.name not in left]
+        included = re.search(r"of training, (.*?) included\.", text)
+        assert (included[1].split(" and ") if included else []) == again, name
     command: Any = parse(shlex.split(said[2])[1:]) if said else None  # of the last table
     assert command.changes == {"positions.sigma": 0.25}  # the setting it is to be compared in
 
@@ -91,9 +94,9 @@ def test_every_figure_of_the_paper_is_mentioned() -> None:
 def test_hours_are_those_of_the_presets() -> None:
     """Which are those of the benchmarks: test_tables.py."""
     for arch in ("b16", "l16", "h14"):
-        minutes = 60 * (PRESETS[f"vit_{arch}_stop"].cost.hours or 0)
-        assert SECTIONS["tracking"].count(f"`vit_{arch}_stop`, {minutes:,} GPU minutes") == 1
-        assert SECTIONS["tracking"].count(f"`vit_{arch}_ijepa`, {minutes:,} GPU minutes") == 1
+        hours = PRESETS[f"vit_{arch}_stop"].cost.hours or 0
+        assert SECTIONS["tracking"].count(f"`vit_{arch}_stop`, {hours:,} GPU hours") == 1
+        assert SECTIONS["tracking"].count(f"`vit_{arch}_ijepa`, {hours:,} GPU hours") == 1
 
 
 def test_our_presets_are_tables_9_to_12_but_for_the_epochs_of_vit_h() -> None:

@@ -175,7 +175,7 @@ def test_a_broken_image_is_left_out_and_named(
     assert main(["pack", str(folder), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     assert "1 of 17 images cannot be read and are left out: cat/broken.jpg" in said.err
-    assert "16 images in 1 shards" in said.out
+    assert "16 images in 1 shard," in said.out
     assert len(open_images(tmp_path / "out")) == 16
 
 

@@ -838,6 +838,30 @@ def test_an_encoder_that_knows_is_better_than_one_that_does_not_and_equal_to_its
         compare(planted, planted, [RankMe()])
 
 
+def test_images_that_nobody_named_are_rendered_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    encoder = open_encoder(RANDOM)
+    train, _ = open_pair(encoder, ImageRequest())
+    said = f"eval: no --data: fitted and tested on rendered scenes ({train})\n"
+    assert capsys.readouterr().err == said
+    open_pair(encoder, ImageRequest(data="scenes:8:24"))
+    assert not capsys.readouterr().err
+
+
+def test_untrained_networks_are_counted_with_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, request = Coloured(40), ImageRequest(random_inits=3)
+    inputs = Inputs(open_encoder(RANDOM), images, images, request)
+    for quiet, left in ((0.0, ", about 0:0\\d left"), (600.0, "")):  # moments are not worth it
+        monkeypatch.setattr("stopmim.evals.suite.QUIET", quiet)
+        suite(inputs, [Knn()])
+        said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("random init")]
+        assert said[0] == "random init, network 1 of 3"
+        assert re.fullmatch(f"random init, network 3 of 3{left}", said[2])
+
+
 # ------------------------------------------------------------------------------ fine-tuning
 
 
@@ -1065,8 +1089,10 @@ def test_a_run_is_evaluated_and_every_number_noted(
     assert best["value"] >= last["value"]
     capsys.readouterr()
     assert main(["eval", "compare", str(run.path), RANDOM, *words, "--layers", "last"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert out.startswith(f"A: {run.path}, step 1\nB: {RANDOM}\n")
+    announced = [line for line in err.splitlines() if line[:3] in ("A: ", "B: ")]
+    assert announced == [f"A: {run.path}, step 1", f"B: {RANDOM}"]
     said = " ".join(out.split("\n\n")[-1].split())
     assert said.startswith(f"On scenes:48:24:1 (48 images), B ({RANDOM}) is ")
     assert said.endswith(f"A is {run.path}.")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stopmim.base.errors import UserError
 from stopmim.cli import main
 from stopmim.config.schema import override
 from stopmim.data.sources.scenes import Scenes
+from stopmim.evals import results
 from stopmim.health import measure as health
 from stopmim.health.doctor import Watch, diagnose, examine
 from stopmim.health.log import measurements
@@ -185,6 +187,22 @@ def test_the_command_ends_with_the_exit_code_of_the_verdict(
         (tmp_path / "metrics.jsonl").write_text((FOLDER / f"{name}.jsonl").read_text())
         assert main(["doctor", str(tmp_path)]) == EXIT_CODES[PLANTS[name].verdict]
         assert capsys.readouterr().out.startswith(PLANTS[name].verdict)
+
+
+@pytest.mark.parametrize(("name", "gain", "told"), [
+    ("healthy-0", 0.0, True), ("healthy-0", 0.3, False), ("too-fast-0", 0.0, False),
+])  # fmt: skip
+def test_a_healthy_run_that_is_nowhere_above_random_init_is_told_what_to_try(
+    name: str, gain: float, told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text((FOLDER / f"{name}.jsonl").read_text())
+    interval = (gain - 0.1, gain + 0.1)
+    result = results.Result("accuracy", "knn", "class", 0.4 + gain, (0.3, 0.8), 90, "none", 0, 0.4)
+    result = replace(result, difference=interval, chance=0.3)
+    facts = {"test_data": "pets (90 images)", "step": 1, "branch": "target"}
+    results.record(tmp_path / "results.jsonl", [result.as_dict()], facts)
+    assert any("train longer" in line for line in examine(tmp_path).advice) == told
 
 
 @pytest.mark.slow

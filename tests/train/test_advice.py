@@ -18,6 +18,7 @@ from stopmim.base.tables import spoken
 from stopmim.cli import main
 from stopmim.cli.options import split_changes
 from stopmim.config.presets import ENOUGH, IMAGENET, PRESETS
+from stopmim.data.sources.open import open_images
 from stopmim.data.workers import cores
 from stopmim.method.build import build_sampler, configure
 from stopmim.train import advice, cost
@@ -147,7 +148,7 @@ def test_a_mistake_is_reported_before_any_image_is_looked_for(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("data", "out"),
     [
-        ("/data/my photos/", "'/data/my photos/' --preset photos_cpu --out runs/my"),
+        ("/data/my photos/", "'/data/my photos/' --preset photos_cpu --out runs/my-photos"),
         ("photos.npz", "photos.npz --preset photos_cpu --out runs/photos"),
         ("scenes:64:48", "scenes:64:48 --preset photos_cpu --out runs/scenes"),
         ("..", ".. --preset photos_cpu --out runs/first"),
@@ -237,6 +238,16 @@ def test_a_sample_is_enough_to_know_images_by() -> None:
     assert facts.count == 40
     assert facts.side == min(NoiseImages(1).images[0].shape[:2])
     assert cost.look(NoiseImages(3, broken=(0, 1, 2))).side == 0
+
+
+def test_a_size_of_which_a_sample_is_not_sure_is_called_about_that(tmp_path: Path) -> None:
+    for i, side in enumerate((100, 200, 300)):
+        Image.new("RGB", (side, 400)).save(tmp_path / f"{i}.png")
+    plan = plan_run("photos_cpu", {}, cost.look(open_images(tmp_path)), CPU)
+    assert plan.where.startswith("3 images of about 200 px on ")
+    assert plan_run("photos_cpu", {}, PHOTOS, CPU).where.startswith(
+        f"{PHOTOS.count:,} images of {PHOTOS.side} px on "
+    )
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,9 @@ def _ours(table: Table, column: str) -> str:
     return "best depth" if column.endswith("best") else ""
 
 
-def paper_minutes(preset: str) -> int:
-    """GPU minutes of a run of the paper's size."""
-    return 60 * (PRESETS[preset].cost.hours or 0)
+def paper_hours(preset: str) -> int:
+    """GPU hours of a run of the paper's size."""
+    return PRESETS[preset].cost.hours or 0
 
 
 def preset_of(line: Published) -> str | None:
@@ -136,8 +136,8 @@ def preset_of(line: Published) -> str | None:
     return name if name in PRESETS else None
 
 
-def minutes_of(table: Table) -> int:
-    """GPU minutes of all rows, or of all lines of ours, at the paper's size."""
+def hours_of(table: Table) -> int:
+    """GPU hours of all rows, or of all lines of ours, at the paper's size."""
     if not table.published:
-        return len(table.rows) * paper_minutes(PAPER_PRESET)
-    return sum(paper_minutes(preset) for preset in map(preset_of, table.published) if preset)
+        return len(table.rows) * paper_hours(PAPER_PRESET)
+    return sum(paper_hours(preset) for preset in map(preset_of, table.published) if preset)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stopmim.ablations.left import PAPER_PRESET, Left, Scale, minutes_of, paper_minutes, preset_of
+from stopmim.ablations.left import PAPER_PRESET, Left, Scale, hours_of, paper_hours, preset_of
 from stopmim.ablations.paper import TABLES
 from stopmim.ablations.record import read_records
 from stopmim.ablations.recorded import NOT_RUN, Cells, Setting, evaluated, recorded, settings
@@ -35,7 +35,8 @@ which has none. The columns: `lowshot` is the paper's classifier with few labels
 labels, on the last layer; `linear last4` on the last four; `linear best depth` on the better of the
 two; `(paper)`: chosen on the test images. Each row is shown in the setting with the longest
 training and, among equals, the paper's sigma; [Results](results.md) has all settings. Rows that
-have not been run have a command and a cost instead.
+have not been run have a command and a cost instead. A cost names the rows it includes that were run
+in another setting or measured otherwise.
 """
 # How the number in a line of a main table is measured; DATA: images with a train and a test split.
 MEASURE = {
@@ -49,6 +50,10 @@ LARS = f"`--eval imagenet_lars=DATA` and `--views {TASKS['imagenet_lars'].recipe
 MORE = {
     "downstream": f" The classifiers of ViT-H are trained by LARS: {LARS}.",
     "transfer": f" Views are as many as the recipe has epochs: {VIEWS}.",
+}
+SEE = {  # runs that come close to rows which have not been run
+    "masks": " [Results](results.md#masks-and-covariance) has corrected masks that differ from "
+    "these in the number of patches seen, 20 or 11."
 }
 FIGURES = """\
 ## Figures
@@ -94,7 +99,7 @@ def overview(found: Mapping[str, Sequence[Setting]], scale: Scale) -> str:
                 "rows": str(len(table.rows)),
                 "run": str(len(table.rows) - len(left.rows)),
                 "what is left takes": scale.minutes(left.needed) if left.needed else "-",
-                "at the paper's size": f"{minutes_of(table):,} GPU minutes",
+                "at the paper's size": f"{hours_of(table):,} GPU hours",
             }
         )
     return f"## Overview\n\n{markdown(rows)}\n\n{_about_costs(scale)}"
@@ -128,10 +133,13 @@ def section(
         yield markdown([_paper(table, row) | {"ours": NOT_RUN} for row in table.rows])
     if left.needed:
         what = ", ".join([*(row.name for row in left.rows), *left.columns])
-        yield f"Not run: {what}. `{left.command}` takes {scale.minutes(left.needed)} of training."
+        again = [row.name for row in left.needed if row not in left.rows]
+        included = f", {' and '.join(again)} included" if again else ""
+        cost = f"takes {scale.minutes(left.needed)} of training{included}"
+        yield f"Not run: {what}. `{left.command}` {cost}.{SEE.get(name, '')}"
     if not table.published:
         size = f"stopmim ablate {name} --preset {PAPER_PRESET} --data imagenet --few 1percent.txt"
-        yield f"At the paper's size: `{size}`, {minutes_of(table):,} GPU minutes."
+        yield f"At the paper's size: `{size}`, {hours_of(table):,} GPU hours."
 
 
 def _paper(table: Table, row: Row) -> Cells:
@@ -151,7 +159,7 @@ def _published(table: Table, line: Published, others: Mapping[str, str]) -> Cell
     cells |= {"epochs": str(line.epochs)} if line.epochs else {}
     cells |= {column: decimal(line.numbers.get(column)) for column in table.columns}
     preset = preset_of(line)
-    cost = f"`{preset}`, {paper_minutes(preset):,} GPU minutes" if preset else "a public checkpoint"
+    cost = f"`{preset}`, {paper_hours(preset):,} GPU hours" if preset else "a public checkpoint"
     return cells | {"ours, of this size": others.get(line.name, f"{NOT_RUN}: {cost}")}
 
 

@@ -92,14 +92,13 @@ def _contrast(a: str, b: str, kinds: Sequence[Protocol], request: Request) -> st
 
     ours, facts = suite.open_inputs(a, kinds, request)
     encoder, step = inputs.open_at(b, request.branch)
-    found = compare.compare(ours, replace(ours, encoder=encoder), kinds)
-    names = {"A": (a, facts["step"]), "B": (b, step)}
-    shown = (f"{key}: {name}{_at(step)}" for key, (name, step) in names.items())
+    names = f"A: {a}{_at(facts['step'])}", f"B: {b}{_at(step)}"
+    found = compare.compare(ours, replace(ours, encoder=encoder), kinds, names)
     facts = {"A": a, "B": b} | facts | {"encoder": b, "step": step}
     record(destination(None, request.out), [c.as_dict() for c in found], facts)
     end = compare.conclusion(found, a, b, facts["test_data"])
     return "\n\n".join(
-        ["\n".join(shown), table.text(table.compared(found)), table.PAIRED, fill(end, 80)]
+        ["\n".join(names), table.text(table.compared(found)), table.PAIRED, fill(end, 80)]
     )
 
 

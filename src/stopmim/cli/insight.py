@@ -42,7 +42,7 @@ Show = Annotated[
 class Doctor:
     """Diagnose a run: has it collapsed, is it useful, what to change.
 
-    Exit codes: 0 not collapsed or too early to tell, 10 partial collapse,
+    Exit codes: 0 not collapsed or too early to say, 10 partial collapse,
     11 collapse, 12 shortcut, 13 over-training.
     """
 

@@ -16,6 +16,7 @@ from stopmim.base.errors import (
     UserError,
 )
 from stopmim.base.signals import interrupting
+from stopmim.base.tables import counted
 from stopmim.cli.options import Changes, DataSource, PresetOrFile, PresetOrNothing, option
 from stopmim.evals.protocols import Linear, Lowshot, Protocol
 
@@ -56,7 +57,8 @@ class Check:
 
             index = verify_shards(self.data)
             images = sum(shard.images for shard in index.shards)
-            print(f"{self.data}: {len(index.shards)} shards with {images:,} images are intact")
+            shards = counted(len(index.shards), "shard")
+            print(f"{self.data}: intact, {counted(images, 'image')} in {shards}")
             return
         from stopmim.data.checks.check import check
         from stopmim.train.advice import recommend
@@ -132,9 +134,9 @@ class Pack:
             raise InterruptedRunError(interrupting(), f"{self.out}: stopped") from None
         images = sum(shard.images for shard in index.shards)
         mib = sum(shard.bytes for shard in index.shards) / 2**20
-        run = Path("runs") / self.out.resolve().name
+        run, shards = Path("runs") / self.out.resolve().name, counted(len(index.shards), "shard")
         print(
-            f"{self.out}: {images:,} images in {len(index.shards)} shards, {mib:,.0f} MiB\n"
+            f"{self.out}: {counted(images, 'image')} in {shards}, {mib:,.0f} MiB\n"
             f"prove them with   {shlex.join(['stopmim', 'check', str(self.out), '--verify'])}\n"
             f"train with        "
             f"{shlex.join(['stopmim', 'pretrain', str(self.out), '--out', str(run)])}"
@@ -145,7 +147,8 @@ class Pack:
 class Pretrain:
     """Train an encoder on unlabelled images, or resume a run that was stopped.
 
-    Config keys are options too: --optim.epochs 100 --positions.sigma 0.1.
+    Config keys are options too: --optim.epochs 100 --positions.sigma 0.1;
+    --dry-run prints all of them.
     """
 
     data: DataSource

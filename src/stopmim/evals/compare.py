@@ -52,12 +52,20 @@ def conclusion(found: Sequence[Comparison], a: str, b: str, data: str) -> str:
     return f"On {data}, B ({b}) is {tally}; A is {a}."
 
 
-def compare(a: Inputs, b: Inputs, protocols: Sequence[Protocol] | None = None) -> list[Comparison]:
-    """Compares B with A on the same images by paired tests, by default k-NN, linear, low-shot."""
+def compare(
+    a: Inputs,
+    b: Inputs,
+    protocols: Sequence[Protocol] | None = None,
+    names: tuple[str, str] = ("A", "B"),
+) -> list[Comparison]:
+    """Compares B with A on the same images by paired tests, by default k-NN, linear, low-shot.
+
+    `names` announce the two while they are measured.
+    """
     protocols = [kind() for kind in IMAGE_BY_IMAGE] if protocols is None else protocols
-    say("A")
+    say(names[0])
     measured = measure(a, protocols, aloud=True)
-    say("B")
+    say(names[1])
     theirs = {quantity(m.result): m.correct for m in measure(b, protocols, aloud=True)}
     found = []
     for result, ours in measured:

@@ -251,7 +251,9 @@ def _open_pair(encoder: Encoder, request: ImageRequest) -> tuple[Images, Images]
         if data is None and not (stats := stats_for(encoder)).is_picture:
             what = Form(stats.channels, stats.kind)
             raise UserError(f"eval: --data is missing; this encoder takes images of {what}")
-        data = f"scenes:4096:{native_size(encoder)}:3" if data is None else data
+        if data is None:
+            data = f"scenes:4096:{native_size(encoder)}:3"
+            say(f"eval: no --data: fitted and tested on rendered scenes ({data})")
     elif data is not None:
         raise UserError("eval: --data names both splits: leave out --train and --test")
     elif train is None or test is None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache as once
 from itertools import islice
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stopmim.base.console import busy, say, warn
+from stopmim.base.console import QUIET, busy, duration, say, warn
 from stopmim.base.errors import DataError, UserError
 from stopmim.base.faults import faultpoint
 from stopmim.base.files import read_regular
@@ -54,10 +55,14 @@ def suite(inputs: Inputs, protocols: Sequence[Protocol] | None = None) -> list[R
     ours, before = measure(inputs, possible, aloud=True), dict[Quantity, list[Measured]]()
     beside = [p for p in possible if p.compared]
     total = inputs.random_inits if paired else min(1, len(beside))
+    last = 0.0  # seconds that the network before took
     for i, twin in enumerate(islice(inputs.untrained_twins(), total)):
-        say(f"{RANDOM_INIT}, network {i + 1} of {total}")
+        left = f", about {duration(last * (total - i))} left" if last > QUIET else ""
+        say(f"{RANDOM_INIT}, network {i + 1} of {total}{left}")
+        begin = time.monotonic()
         for measured in measure(twin, paired if i else beside):
             before.setdefault(quantity(measured.result), []).append(measured)
+        last = time.monotonic() - begin
     return [_beside(measured, before.get(quantity(measured.result), [])) for measured in ours]
 
 

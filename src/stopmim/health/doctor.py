@@ -43,6 +43,13 @@ class Evidence(NamedTuple):
     reference: float | None = None  # of the reference run, at the same share of its training
 
 
+# For a run that is over and healthy; a short one on few images often ends like that.
+UNPROVEN = (
+    "no evaluation shows that training helped: train longer or on more images, test on more, or "
+    "start from a public encoder (docs/encoders.md)"
+)
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     verdict: Verdict  # on the training; `evaluations` say whether the encoder is useful
@@ -82,7 +89,7 @@ class Diagnosis:
             lines.append(indent(aligned(table, ("now", "untrained", "reference")), "  "))
         if self.reference:
             lines.append(f"  reference: {self.reference}, at the same share of its training")
-        lines += [f"- {line}" for line in self.advice]
+        lines += [_wrapped(f"- {line}") for line in self.advice]
         if self.keep is not None:
             lines.append(f"keep the checkpoint of step {self.keep}, or the nearest one left")
         lines += [f"lost: {line}" for line in self.lost]
@@ -146,6 +153,9 @@ def diagnose_run(run: Run) -> Diagnosis:
     found = diagnose(run.metrics, run.config if "config" in about else None, about.get("data"))
     todo = "" if evaluations else how_to_evaluate(run)
     found = replace(found, evaluations=evaluations, evaluate=todo, total=_unfinished(run))
+    is_over = found.verdict == "not collapsed" and found.total is None
+    if is_over and evaluations and not any(tally.above for tally in evaluations):
+        found = replace(found, advice=(*found.advice, UNPROVEN))
     return replace(found, lost=tuple(run.lost_lines))
 
 

@@ -23,8 +23,7 @@ def next_commands(run: Run) -> str:
     if evaluation:
         lines.insert(1, evaluation)  # the report shows its results
     else:
-        other = f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
-        lines += [f"stopmim analyse neighbours {path}", f"{other}  # with labels"]
+        lines += [f"stopmim analyse neighbours {path}", _with_other_images(run)]
     return "\n".join(["next:", *(f"  {line}" for line in lines)])
 
 
@@ -54,8 +53,12 @@ def how_to_evaluate(run: Run) -> str:
         own = evaluation_command(run)
     except (UserError, KeyError, TypeError, ValueError):  # run.json may hold anything
         own = None
+    return own or _with_other_images(run)
+
+
+def _with_other_images(run: Run) -> str:
     path = shlex.quote(str(run.path))
-    return own or f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}"
+    return f"stopmim eval suite {path} --data FOLDER --hold-out {HOLD_OUT}  # with labels"
 
 
 def _around(source: str) -> str:

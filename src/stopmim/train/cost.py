@@ -56,6 +56,7 @@ class Facts:
     reduced_seconds: float  # the same, if a JPEG is reduced while it is decoded
     workers: int  # processes that would read them
     seen: Form = Form()  # noqa: RUF009 - a tuple; channels and their type
+    varied: bool = False  # whether the shorter sides differ, so that `side` is an estimate
 
     def reading(self, config: Config) -> float:
         """Seconds to read an image as a run with this config does."""
@@ -79,6 +80,7 @@ def look(images: Images, seen: Form | None = None) -> Facts:
         reduced_seconds=float(np.mean(reduced)),
         workers=default_workers(images),
         seen=seen or survey.common_form(images),
+        varied=len(set(sides)) > 1,
     )
 
 

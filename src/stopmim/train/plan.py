@@ -86,13 +86,15 @@ class Plan:
     @property
     def where(self) -> str:
         """The images and the machine that the run is for."""
-        images = f"{counted(self.facts.count, 'image')} of {self.facts.side} px"
+        about = "about " if self.facts.varied else ""
+        images = f"{counted(self.facts.count, 'image')} of {about}{self.facts.side} px"
         return f"{images} on {machine(self.device)}"
 
     def command(self, data: str, suffix: str = "") -> str:
         """The complete command line of the run; `suffix` is for the name of its directory."""
         words = ["stopmim", "pretrain", data, "--preset", self.preset, *as_options(self.changes)]
-        name = re.split(r"[^\w-]", Path(data).name)[0]  # photos of photos.npz, scenes of scenes:64
+        words_joined = "-".join(Path(data).name.split())  # my-photos of "my photos"
+        name = re.split(r"[^\w-]", words_joined)[0]  # photos of photos.npz, scenes of scenes:64
         first = f"runs/{name or 'first'}{suffix}"
         names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
         return shlex.join([*words, "--out", next(x for x in names if not os.path.lexists(x))])

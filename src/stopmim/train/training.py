@@ -54,7 +54,8 @@ class Training:
         self.health_every = due_every(config)
         # Measured before sharding: the first call of a sharded model must be its forward pass.
         fresh = world.gather(not any((path / "checkpoints").glob("step-*")))[0]
-        with busy("measuring the untrained network"):
+        what = "measuring the untrained network" if fresh else "reading images to measure health on"
+        with busy(what):
             self.health = None
             if self.health_every:
                 amp = choose_precision(runtime.precision, device)
