@@ -217,10 +217,10 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
         far = open_images(server.url)
     with impatient(tmp_path / "cache", STOPMIM_REMOTE_PATIENCE="0.5"):
         begin = time.monotonic()
-        gone = r"train-000\.tar: unavailable for \d s, last error: "
+        gone = r"train-000\.tar: unavailable for \d+ s, last error: "
         with pytest.raises(DataError, match=gone) as e:
             far.read(0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert "the same command continues" in str(e.value)
     assert "\n" not in str(e.value)
 
@@ -228,14 +228,14 @@ def test_a_dead_server_is_given_up_in_one_line(folder: Path, tmp_path: Path) -> 
 def test_a_fetch_does_not_count_as_the_time_of_an_image(folder: Path, server: FaultyServer) -> None:
     write_index(folder)
     far = open_images(server.url)
-    os.environ["STOPMIM_REMOTE_STALL"] = "1.5"  # set back by `quick`
-    server.plan, server.stall = ["stall"], 2.0
+    os.environ["STOPMIM_REMOTE_STALL"] = "2.5"  # set back by `quick`
+    server.plan, server.stall = ["stall"], 3.0
     child = os.fork()
     if child == 0:  # as a worker: nothing handles the alarm, which kills
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
         far.read(0)
-        os._exit(0 if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1 else 1)
+        os._exit(0 if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert server.spent() == ["stall"]
 
