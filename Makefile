@@ -29,11 +29,11 @@ check: .venv/dev ## lint, format and types
 
 test: .venv/dev ## the fast tests: about five minutes on two CPU cores
 	@.ci/browser
-	$(BIN)/pytest -q -n 3 --dist loadgroup # on two cores: many wait for processes of their own
+	$(BIN)/pytest -q -n 3 # on two cores: many wait for processes of their own
 
 test-all: .venv/dev ## every test, the slow ones included
 	@.ci/browser
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -q -n 2 -m "not gpu"
 
 test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -q -m gpu
@@ -44,7 +44,7 @@ test-gpu: .venv/dev ## the tests that need an NVIDIA GPU
 	@touch $@
 
 test-lowest: .venv-lowest/done ## the fast tests with the lowest versions that pyproject.toml admits
-	.venv-lowest/bin/pytest -q -n 2 --dist loadgroup -W default # old libraries warn of newer ones
+	.venv-lowest/bin/pytest -q -n 2 -W default # old libraries warn of newer ones
 
 campaign: .venv/dev ## kills, damage, hostile files and races: ten minutes on two CPU cores; hours with LONG=1
 	$(BIN)/python -m campaign $(if $(LONG),--long)

@@ -1,37 +1,60 @@
 """One thread per test process: pytest-xdist already uses every core, and equal sums need it."""
 
+import functools
 import gc
 import os
+import re
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
+os.environ["SLURM_CPUS_PER_TASK"] = "1"  # one process reads images unless a test wants more
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from stopmim.base import console
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported: it would take a third of that time
 # A shell starts jobs in the background with Ctrl-C ignored, as would be all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of libraries that take ten seconds to import come first, and to one process."""
-    slow = {"timm", "transformers", "torchvision"}
-    items.sort(key=lambda item: slow.isdisjoint(getattr(item, "fixturenames", ())))
-    for item in items:
-        if not slow.isdisjoint(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("libraries"))
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives tests of files that share something costly to one process, and all others singly.
+
+    Marks of groups would do, but pytest 9.2 hides them from pytest-xdist 3.8.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return shared_by(self.config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+
+@functools.cache
+def shared_by(file: Path) -> str:
+    """A name for what tests of `file` share: libraries that take seconds to import, or a run."""
+    text = file.read_text(encoding="utf-8")
+    if re.search(r"\b(timm|transformers|torchvision): (Any|None)\b", text):
+        return "libraries"
+    return str(file) if 'scope="module"' in text else ""
+
+
+@pytest.hookimpl(optionalhook=True)  # for `-p no:xdist`
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays: to look through all of it for garbage takes seconds."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -24,7 +24,7 @@ FAULTS = ("drop", "stall", "truncate", "wrong", "429", "503", "reset", "no-range
 class FaultyServer:
     """Serves `root` at `url`; `plan` are the faults still to come, taken from its front."""
 
-    def __init__(self, root: Path, plan: list[str] | None = None, stall: float = 0.5) -> None:
+    def __init__(self, root: Path, plan: list[str] | None = None, stall: float = 1.5) -> None:
         self.root, self.plan, self.stall = root, plan or [], stall
         self.log: list[tuple[str, str, str]] = []  # path, range, fault
         self.special: dict[str, Callable[[Any], None]] = {}  # path -> an answer of its own
@@ -121,7 +121,7 @@ class FaultyServer:
         if fault in ("drop", "truncate", "stall"):
             request.wfile.write(body[:half])
             request.wfile.flush()
-            time.sleep(self.stall if fault == "stall" else 0.05)  # until they are read
+            time.sleep(self.stall if fault == "stall" else 0.3)  # until they are read
             if fault == "drop":
                 return self.reset(request)
             request.close_connection = True
@@ -171,7 +171,7 @@ def impatient(cache: Path, **changes: str) -> Iterator[None]:
     names = {
         "STOPMIM_REMOTE_CACHE": str(cache),
         "STOPMIM_CACHE": str(cache / "index"),
-        "STOPMIM_REMOTE_STALL": "0.3",
+        "STOPMIM_REMOTE_STALL": "1",
         "STOPMIM_REMOTE_PATIENCE": "20",
     } | changes
     before = {name: os.environ.get(name) for name in names}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -107,23 +108,33 @@ def write_public(root: Path) -> None:
 
 
 @pytest.fixture
-def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it for one command to leave its files in, and the working directory."""
-    root = shutil.copytree(prepared, tmp_path / "place", copy_function=link_or_copy)
-    monkeypatch.chdir(root)
-    return root
+def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Goes to a folder of one command, which may leave its files there.
+
+    It has a copy of what the command names: all of it for each would be 80,000 files.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def enter(text: str) -> None:
+        text += "my_images" * ("runs" in text)  # which runs were trained on
+        for named in prepared.iterdir():
+            if named.is_dir() and named.name in text:
+                shutil.copytree(named, named.name, copy_function=link_or_copy)
+            elif named.name in text:
+                link_or_copy(named, named.name)
+
+    return enter
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """Weights are replaced, never rewritten: 60 MB that 200 commands need not copy."""
-    (os.link if Path(source).suffix in (".safetensors", ".pth", ".tar") else shutil.copy2)(
-        source, target
-    )
+def link_or_copy(source: str | Path, target: str) -> None:
+    """Images and weights are replaced, never rewritten; only logs are appended to."""
+    suffixes = (".safetensors", ".pth", ".tar", ".png", ".npz")
+    (os.link if Path(source).suffix in suffixes else shutil.copy2)(source, target)
 
 
-@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("line", SHELL)
-def test_a_command_works_as_written(line: str) -> None:
+def test_a_command_works_as_written(line: str, place: Callable[[str], None]) -> None:
+    place(line)
     words = shlex.split(line, comments=True)
     while "=" in words[0]:  # VARIABLE=value before a command
         words = words[1:]
@@ -133,7 +144,7 @@ def test_a_command_works_as_written(line: str) -> None:
         case ["stopmim", *words] if "timm:" in line or "://" in line:
             assert parse(words) is not None  # timm would download it; test_urls.py has a server
         case ["stopmim", "pack", *words]:
-            shutil.rmtree("shards")
+            shutil.rmtree("shards", ignore_errors=True)
             assert main(["pack", *words]) == 0
         case ["stopmim", "pretrain", *words]:
             assert main(["pretrain", *words, "--dry-run"]) == 0  # the config, not the hours
@@ -185,9 +196,9 @@ def test_a_command_works_as_written(line: str) -> None:
             pytest.fail(f"no rule for {line!r}")
 
 
-@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("block", PYTHON)
-def test_a_python_block_runs(block: str) -> None:
+def test_a_python_block_runs(block: str, place: Callable[[str], None]) -> None:
+    place(block)
     # What the reader of such a block has at hand.
     for name in ("a.jpg", "b.jpg"):
         Image.new("RGB", (60, 48)).save(name)
@@ -333,12 +344,14 @@ OPEN = sorted(
 )
 
 
-@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("table", OPEN, ids=lambda path: path.stem)
-def test_a_table_of_results_can_be_planned_by_the_command_above_it(table: Path) -> None:
+def test_a_table_of_results_can_be_planned_by_the_command_above_it(
+    table: Path, place: Callable[[str], None]
+) -> None:
     first = table.read_text().partition("#\n")[0]  # remarks may follow
     command = " ".join(re.findall(r"^# +(.*)$", first, re.M))
     assert command.startswith(f"stopmim ablate results/{table.name} ")
+    place(command)
     few = ["--optim.batch_size", "8", "--dry-run"]  # there are few images here
     assert main([*command.split()[1:], *few]) == 0
 

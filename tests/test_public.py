@@ -37,7 +37,8 @@ PUBLIC = {
 # Found as attributes of `stopmim` without an import of their own, too.
 LAZY = [m for m in PUBLIC if m not in ("stopmim", "stopmim.config", "stopmim.train", "stopmim.cli")]
 TRY = """
-import json, sys
+import gc, json, sys
+gc.disable()  # it would look through all of torch again and again
 for code in json.load(sys.stdin):
     for name in [name for name in sys.modules if name.split(".")[0] == "stopmim"]:
         del sys.modules[name]  # as in a new process, but for torch, which takes seconds

@@ -19,7 +19,7 @@ from stopmim.base.errors import InterruptedRunError
 from terminal import CTRL_C, Terminal
 from tiny import NoiseImages, assert_same_run, tiny
 
-SOON = 2.0  # seconds
+SOON = 10.0  # seconds: two on a quiet machine, and what is interrupted takes a minute
 STOPPED = "stopmim: stopped"
 # A call that takes a minute, lets other threads run, and hears of no signal.
 LONG_CALL = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**27)"

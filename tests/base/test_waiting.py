@@ -18,5 +18,5 @@ def test_a_call_that_takes_longer_is_left_alone() -> None:
     go, begin = threading.Event(), time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer for 0\.1 s"):
         within(0.1, go.wait)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 30
     go.set()

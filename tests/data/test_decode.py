@@ -243,10 +243,10 @@ def test_postscript_is_never_run() -> None:
 def test_a_tiny_file_that_claims_many_pixels_is_refused_at_once(width: int, height: int) -> None:
     data = png_of_size(width, height)
     assert len(data) == 69
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(BadImageError):
         decode(data)
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])

@@ -36,7 +36,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def pour(request: Any, seconds: float = 3.0) -> None:
+def pour(request: Any, seconds: float = 60.0) -> None:
     """Sends zeros for some time, or until the client leaves."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -53,7 +53,7 @@ def chunked(request: Any) -> None:
     request.send_response(200)
     request.send_header("Transfer-Encoding", "chunked")
     request.end_headers()
-    until = time.monotonic() + 3
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         request.wfile.write(b"%x\r\n%b\r\n" % (len(BLOCK), BLOCK))
 
@@ -106,7 +106,7 @@ def vast(request: Any) -> None:
 
 
 def silent(request: Any) -> None:
-    time.sleep(1.0)
+    time.sleep(2.0)
 
 
 def garbage(request: Any) -> None:
@@ -133,7 +133,7 @@ def teapot(request: Any) -> None:
         (to_a_file, "leads to no file: "),
         (a_page, "no images in 1 tar shards"),
         (vast, "100000000000000000 bytes, more than the budget"),
-        (silent, "unavailable for .* sent nothing for 0.3 s"),
+        (silent, "unavailable for .* sent nothing for 1 s"),
         (garbage, "unavailable for .* client response error: 400"),
         (teapot, "HTTP 418; expected a file"),
     ],
@@ -153,7 +153,7 @@ def test_an_answer_that_is_no_file_is_one_line(
     assert str(met.value).isprintable()
     assert "hunter2" not in str(met.value)  # whatever a library quotes
     assert "hunter2" not in "".join(capfd.readouterr())
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
     assert sum(path.stat().st_size for path in remote_cache.folder().rglob("*")) < 10**6
 

@@ -13,7 +13,7 @@ from odd_arrays import HOSTILE, MARK, ODD
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float]]:
-    """What a process of limited memory says of each file, and the seconds it took."""
+    """What a process of limited memory says of each file, and the CPU seconds it took."""
     folder = tmp_path_factory.mktemp("odd")
     command = [sys.executable, odd_arrays.__file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -72,7 +72,7 @@ def segfault() -> None:
         (abort, "died while reading noise 23 "),
         (lambda: os._exit(3), "died while reading noise 23 "),
         (fail, "failed while reading noise 23: "),
-        (lambda: time.sleep(60), "noise 23: not read within 1 s"),
+        (lambda: time.sleep(60), "noise 23: not read within 2 s"),
     ],
     ids=["kill", "segfault", "abort", "exit", "raise", "hang"],
 )
@@ -80,14 +80,14 @@ def segfault() -> None:
 def test_a_run_ends_with_the_name_of_the_image_its_worker_was_reading(
     tmp_path: Path, act: Callable[[], object], said: str, workers: int
 ) -> None:
-    config = tiny(runtime={"workers": workers, "worker_timeout": 1})
+    config = tiny(runtime={"workers": workers, "worker_timeout": 2 if "within" in said else 60})
     begin = time.monotonic()
     with pytest.raises(ResourceError) as caught:
         pretrain(Trap(act), tmp_path / "run", config)
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 7
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 30
 
 
 class Once:
@@ -111,7 +111,8 @@ def stop() -> None:
 def test_a_worker_that_is_lost_once_is_replaced_and_no_sample_is_another(
     tmp_path: Path, act: Callable[[], object], workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configure(tiny(runtime={"workers": workers, "worker_timeout": 1}))
+    limit = 2 if act is stop else 60
+    config = configure(tiny(runtime={"workers": workers, "worker_timeout": limit}))
     found = list(loader(Trap(Once(tmp_path, act)), config, 0, device=CPU))
     want = list(loader(NoiseImages(), configure(tiny()), 0, device=CPU))
     assert len(found) == len(want) == 10
@@ -131,8 +132,8 @@ def test_what_was_trained_is_saved_before_an_image_ends_the_run(
     """Image 23 is looked at before the first update, belongs to number 2 and, in the second epoch,
     to number 9: it breaks in between."""
     slow = Trap(Late(tmp_path / "late", 3))
-    config = tiny(runtime={"workers": workers, "worker_timeout": 1, "save_every": 100})
-    with pytest.raises(ResourceError, match="noise 23: not read within 1 s"):
+    config = tiny(runtime={"workers": workers, "worker_timeout": 2, "save_every": 100})
+    with pytest.raises(ResourceError, match="noise 23: not read within 2 s"):
         pretrain(slow, tmp_path / "run", config)
     made = len(Run(tmp_path / "run").metrics)
     assert made > 5
@@ -166,14 +167,14 @@ def test_a_signal_is_answered_while_an_image_is_waited_for(tmp_path: Path, worke
             time.sleep(0.5)  # until the updates before have been made
             sent.write_text(str(time.time()))
             os.kill(trainer, signal.SIGTERM)
-            time.sleep(8)
+            time.sleep(20)
 
     limit = 0 if workers else 300
     config = tiny(runtime={"workers": workers, "worker_timeout": limit, "save_every": 100})
     with pytest.raises(InterruptedRunError, match="stopped and saved at step") as caught:
         pretrain(Trap(hang), tmp_path / "run", config)
     assert caught.value.exit_code == 143
-    assert time.time() - float(sent.read_text()) < 2.5
+    assert time.time() - float(sent.read_text()) < 10
     made = len(Run(tmp_path / "run").metrics)
     assert Run(tmp_path / "run").checkpoint.name == f"step-{made:08}"
 
@@ -217,16 +218,15 @@ def test_nothing_is_left_in_memory_or_on_disk_and_no_process(
     child.start()
     assert child.pid
     if number:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or len(list(notes.iterdir())) < 3:
             time.sleep(0.01)
-        time.sleep(0.2)
         os.kill(child.pid, number)
     child.join()
     assert child.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
     workers = [int(path.name) for path in notes.iterdir() if int(path.name) != child.pid]
     # Two for sample, health and updates alike, and one that looked at channels before.
     assert len(workers) == 3
-    until = time.monotonic() + 3
+    until = time.monotonic() + 30
     while any(map(is_alive, workers)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_alive, workers))
@@ -276,7 +276,7 @@ def test_lists_that_nobody_waits_for_are_not_answered_later() -> None:
 
 
 def test_a_slow_image_within_the_limit_is_read() -> None:
-    config = configure(tiny(runtime={"workers": 2, "worker_timeout": 2}))
+    config = configure(tiny(runtime={"workers": 2, "worker_timeout": 30}))
     batches = list(loader(Trap(lambda: time.sleep(0.5)), config, 0, device=CPU))
     assert len(batches) == 10
 

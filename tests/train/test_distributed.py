@@ -344,7 +344,7 @@ def test_ranks_that_disagree_stop_before_the_first_update(tmp_path: Path) -> Non
 
 def test_a_rank_without_git_agrees_and_one_with_other_code_does_not(tmp_path: Path) -> None:
     def job(states: Sequence[str | None], here: int) -> None:
-        distributed.git_state = lambda: states[here]  # type: ignore[attr-defined]
+        distributed.git_state = lambda: states[here]  # type: ignore[assignment, attr-defined]
         pretrain(NoiseImages(), tmp_path / "run", tiny(), stop_at=1)
 
     for states, code in (([None, "a"], 0), (["a", None], 0), (["a", "a+"], 2)):

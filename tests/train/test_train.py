@@ -608,12 +608,13 @@ def test_the_git_state_is_of_our_source_and_not_of_a_repository_around_it(
     git("init", "-q")
     git("add", "theirs.py")
     git("commit", "-q", "-m", "theirs")
-    assert git_state() is None
+    ask = git_state.__wrapped__  # a process asks once
+    assert ask() is None
     git("add", ".")
     git("commit", "-q", "-m", "ours")
     commit = git("rev-parse", "HEAD")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "run.lock").write_text("process 1\n")
-    assert git_state() == commit
+    assert ask() == commit
     source.write_text("a = 2\n")
-    assert git_state() == f"{commit}+"
+    assert ask() == f"{commit}+"

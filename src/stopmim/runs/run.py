@@ -11,6 +11,7 @@ damaged/         what `stopmim repair` has moved away
 report.html      written by `stopmim report`
 """
 
+import functools
 import json
 import os
 import platform
@@ -211,6 +212,7 @@ def set_threads(path: Path, wanted: int | None) -> None:
         torch.set_num_threads(wanted)
 
 
+@functools.cache  # a process runs the code that it has imported
 def git_state() -> str | None:
     """Commit of this package's source, with a + if tracked files have changed since.
 
