@@ -93,8 +93,8 @@ class Plan:
     def command(self, data: str, suffix: str = "") -> str:
         """The complete command line of the run; `suffix` is for the name of its directory."""
         words = ["stopmim", "pretrain", data, "--preset", self.preset, *as_options(self.changes)]
-        words_joined = "-".join(Path(data).name.split())  # my-photos of "my photos"
-        name = re.split(r"[^\w-]", words_joined)[0]  # photos of photos.npz, scenes of scenes:64
+        whole = Path(data).name.replace(" ", "-")  # my-photos of "my photos"
+        name = re.split(r"[^\w-]", whole)[0]  # photos of photos.npz, scenes of scenes:64
         first = f"runs/{name or 'first'}{suffix}"
         names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
         return shlex.join([*words, "--out", next(x for x in names if not os.path.lexists(x))])
