@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config: pytest.Config) -> None:
     """Has torch, wandb and Chromium leave their temporary files in a folder that is removed."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's stay
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="stopmim-tests-")
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="stopmim-")
     tempfile.tempdir = None  # so that it is chosen anew
     config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
 
