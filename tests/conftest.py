@@ -4,8 +4,10 @@ import functools
 import gc
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,14 @@ torch.set_num_threads(1)
 gc.disable()  # until all tests are imported: it would take a third of that time
 # A shell starts jobs in the background with Ctrl-C ignored, as would be all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has torch, wandb and Chromium leave their temporary files in a folder that is removed."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's stay
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="stopmim-")
+    tempfile.tempdir = None  # so that it is chosen anew
+    config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matplotlib.patches import Rectangle
-from sklearn.decomposition import PCA
-from sklearn.manifold import trustworthiness
 
 from helpers import seeded
 from stopmim.base.errors import DataError
@@ -144,6 +142,9 @@ def test_a_map_keeps_who_is_near_and_is_always_the_same() -> None:
     assert np.array_equal(places, layout(points))
     assert (places.min(axis=0) == 0).all()
     assert (places.max(axis=0) == 1).all()
+    from sklearn.decomposition import PCA  # a second
+    from sklearn.manifold import trustworthiness
+
     flat = PCA(2).fit_transform(points.numpy())
     kept, plain = (trustworthiness(points, x, n_neighbors=6) for x in (places, flat))
     assert kept > 0.97 > plain

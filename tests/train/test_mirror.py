@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from stopmim.base.errors import UserError
 from stopmim.base.files import append_jsonl
@@ -62,7 +61,7 @@ def test_tensorboard_shows_what_metrics_has(tmp_path: Path) -> None:
         assert [(e.step, e.value) for e in events.Scalars(key)] == logged(run, key)
 
 
-def closed(path: Path) -> list[Record]:
+def closed(path: Path) -> list[Any]:
     """All that a .wandb file says; a process of W&B ends it, milliseconds after `finish`."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
@@ -73,8 +72,10 @@ def closed(path: Path) -> list[Record]:
     raise TimeoutError(path)
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Any]:
     """What a .wandb file says; a log as LevelDB has it, in blocks of 32 KiB after a header."""
+    from wandb.proto.wandb_internal_pb2 import Record  # half a second
+
     data, at, pieces = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (room := -at % 32768) < 7:
@@ -90,7 +91,7 @@ def records(path: Path) -> Iterator[Record]:
             pieces = b""
 
 
-def history(known: list[Record]) -> list[dict[str, float]]:
+def history(known: list[Any]) -> list[dict[str, float]]:
     found = [record.history.item for record in known if record.HasField("history")]
     return [{i.key or i.nested_key[0]: json.loads(i.value_json) for i in row} for row in found]
 

@@ -142,6 +142,7 @@ def test_a_job_that_ends_because_it_is_preempted_is_queued_again_and_no_other(
 def test_tasks_get_the_cores_that_the_job_asked_for(
     job: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
     subprocess.run(["bash", str(job)], check=True)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
     subprocess.run(["bash", str(job)], check=True)
