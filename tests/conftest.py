@@ -32,9 +32,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config: pytest.Config) -> None:
     """Has torch, wandb and Chromium leave their temporary files in a folder that is removed."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's stay
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="stopmim-")
+    os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix="stopmim-")
+    os.chmod(folder, 0o755)  # some tests read as nobody
     tempfile.tempdir = None  # so that it is chosen anew
-    config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]

@@ -56,7 +56,7 @@ def written(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     page = re.sub(r"(?s)<script.*?</script>|<svg.*?</svg>|<pre.*?</pre>", " ", page)
     summary = page.partition('class="summary">')[2].partition("</section>")[0]
     said = {"doctor": doctor, "report": page, "first": summary}
-    said |= {"page": (run / "evaluation.html").read_text().partition("<body>")[2]}
+    said |= {"page": (run / "evaluation.html").read_text().partition("</head>")[2]}
     said |= {name: (run / name).read_text() for name in ("evaluation.json", "results.jsonl")}
     return {who: " ".join(unescape(re.sub("<[^>]+>", " ", x)).split()) for who, x in said.items()}
 
