@@ -126,6 +126,23 @@ def test_the_cache_is_bounded_and_the_order_stays_within_it(
     assert 4 * size < sum(held.nbytes for held in images._cached.values()) <= 8 * size
 
 
+def test_a_row_group_that_repeats_an_image_is_read_no_further_than_the_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dictionary has the image once: a file of 10 kB would fill the memory."""
+    monkeypatch.setattr("stopmim.data.sources.parquet.CACHE_BYTES", 10**6)
+    monkeypatch.setattr("stopmim.data.sources.parquet.PART", 10**5)
+    data = np.random.default_rng(0).bytes(10**4)
+    table = pa.table({"image": [{"bytes": data, "path": ""}] * 300})
+    pq.write_table(table, tmp_path / "a.parquet")
+    images = Parquet([str(tmp_path / "a.parquet")])
+    with pytest.raises(BadImageError, match="of images in a row group of"):
+        images.read(299)
+    assert 10**6 < images._read_group(0).nbytes < 1.3 * 10**6
+    with pytest.raises(BadImageError, match="format"):  # the first ones were read
+        images.read(0)
+
+
 def test_forked_workers_read_for_themselves(tmp_path: Path) -> None:
     images = Parquet([str(write(tmp_path / "a.parquet", 0, 12))])
     images.read(0)  # the parent has used the library already
